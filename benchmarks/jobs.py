@@ -164,10 +164,11 @@ class Jobs(runner.Benchmark):
 
     def notes(self, rows: Sequence[Row]) -> str:
         return (
-            "At once: runs that shared the GPU; their seconds are no speeds of single runs. Held: the trainer's memory while "
-            "the engine samples, without activations; peak: its largest allocation, which depends on the sampled tokens. "
-            "Seconds, bytes and sampled tokens/s: medians after step 2. Pause: the part of a publication in which the engine "
-            "waits. First and last: means of 5 steps. `model`: SmolLM2-135M-Instruct, widened by `tools/real_model.py`."
+            "At once: runs that shared the GPU; their seconds are no speeds of single runs. Held: the trainer's memory "
+            "while the engine samples, without activations. Peak: its largest allocation, which depends on the sampled "
+            "tokens. Seconds, bytes and sampled tokens/s: medians after step 2. Pause: the part of a publication in "
+            "which the engine waits. First and last: means of 5 steps, or single evaluations. `model`: "
+            "SmolLM2-135M-Instruct, widened by `tools/real_model.py`."
         )
 
 

@@ -181,8 +181,8 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
         if engine.speculation == "ngram":
             drafts_of |= {"prompt_lookup_min": engine.lookup_min, "prompt_lookup_max": engine.lookup_max}
         arguments["speculative-config"] = drafts_of
-        # Verification needs tokens and drafts on the host, so steps are not scheduled ahead. vLLM would do so with "mtp",
-        # and BufferingScheduler then gets no drafts.
+        # Verification needs tokens and drafts on the host, so steps are not scheduled ahead. With "mtp" vLLM would do
+        # so, and BufferingScheduler would get no drafts.
         arguments["no-async-scheduling"] = True
     if cfg.lora.rank and not cfg.lora.merge:
         arguments |= {"enable-lora": True, "max-loras": 1, "max-lora-rank": padded_rank(cfg.lora.rank)}

@@ -9,7 +9,8 @@ p and teacher q at the sampling temperature, over the kept entries if sampling t
              divergence (data-processing inequality), and 0 only if all k + 1 probabilities are equal
 
 The gradient with respect to a logit is ``p(v) * (log ratio of its outcome - divergence) / temperature``. No pass
-keeps logits: forward and backward compute them for ``_CHUNK_TOKENS`` tokens at a time. On GPUs only ``full`` was measured.
+keeps logits: forward and backward compute them for ``_CHUNK_TOKENS`` tokens at a time. On GPUs only ``full`` was
+measured.
 
 Shapes: N = tokens, n = tokens of a chunk, H = hidden size, V = vocabulary rows of this rank, K = most likely tokens.
 """
