@@ -33,7 +33,20 @@ from megatron_fp8rl.commands import grpo
 from megatron_fp8rl.config import ConfigError, ModelConfig
 from megatron_fp8rl.data.model_dir import write_model_dir
 from megatron_fp8rl.preflight import rules
-from model_configs import dense, glm, gpt_oss, llama, minimax, mixtral, qwen3, small, tiny
+from model_configs import (
+    deepseek,
+    dense,
+    glm,
+    gpt_oss,
+    llama,
+    minimax,
+    mixtral,
+    qwen3,
+    qwen3_5,
+    qwen3_next,
+    small,
+    tiny,
+)
 
 _INEXACT = ("--precision.exact", "False")
 ARMS = {
@@ -80,7 +93,7 @@ SHAPES = {
     "30b_a3b_eight": replace(_30B, gpus=8, prompts=32),
     "tiny": Shape(tiny.tiny_qwen3().model, 0, 2, 4),
 }
-# Other families at their width with few layers, on one GPU.
+# Other families at their width with few layers and perhaps fewer experts, on one GPU.
 _OTHERS = {
     "llama31_8b": (llama.llama31_8b(), 4),
     "qwen25_7b": (dense.qwen25_7b(), 4),
@@ -93,6 +106,9 @@ _OTHERS = {
     "glm_47_flash": (glm.glm_47_flash(), 2),
     "minimax_m2": (minimax.minimax_m2(), 1),
     "gpt_oss_20b": (gpt_oss.tiled(gpt_oss.gpt_oss_20b()), 2),
+    "qwen3_next": (replace(qwen3_next.qwen3_next_80b_a3b(), num_experts=128), 4),
+    "qwen35_moe": (replace(qwen3_5.qwen3_5_35b_a3b(), num_experts=128), 4),
+    "kimi_k2": (replace(deepseek.kimi_k2(), num_experts=32), 2),
 }
 HEADLINE = "8b_colocated"  # the README's main figure
 SHAPES |= {name: Shape(model, 1).with_layers(layers) for name, (model, layers) in _OTHERS.items()}
