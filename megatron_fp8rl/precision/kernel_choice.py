@@ -286,7 +286,7 @@ TABLE: dict[str, Role] = {
     "engine.attention": _EngineRole(
         "attention",
         {
-            "FP8_CACHE": Kernel("ours for an FP8 cache", support.fp8_cache_attention, marks=("custom",)),
+            "FP8_CACHE": Kernel("ours for FP8 caches", support.fp8_cache_attention, marks=("custom",)),
             "FLASH_ATTN": Kernel("FlashAttention", marks=("flash_attn",)),
             "TRITON_ATTN": Kernel("Triton", marks=("triton",)),
             "FLASHINFER": Kernel("FlashInfer", support.flashinfer_attention, marks=("flashinfer",)),

@@ -138,7 +138,7 @@ def _trainer_kernel(cfg: RunConfig, choice: KernelChoice, kind: str, in_fp8: lis
     if kind in _ROLES:
         return choice.text(f"trainer.{_ROLES[kind]}")
     if not in_fp8:
-        return "PyTorch"
+        return _fixed_order(choice, kind) or "PyTorch"
     shapes = {slicing.shard_shape(weight, cfg.model, cfg.parallel.tensor) for weight in in_fp8}
     kernels = {choice.trainer.linear_kernel(rows, columns) for rows, columns in shapes}
     return ", ".join(sorted(choice.text("trainer.linears", kernel) for kernel in kernels))
@@ -150,7 +150,13 @@ def _engine_kernel(choice: KernelChoice, kind: str, in_fp8: bool) -> str:
         return choice.text("engine.experts") if in_fp8 or choice.hardware.is_gpu else stock
     if kind in ("norms, biases", "attention"):
         return choice.text(f"engine.{_ROLES[kind]}")
-    return choice.text("engine.linears") if in_fp8 else stock
+    return choice.text("engine.linears") if in_fp8 else _fixed_order(choice, kind) or stock
+
+
+def _fixed_order(choice: KernelChoice, kind: str) -> str | None:
+    """The kernel of BF16 linears at both ends of an exact run on GPUs."""
+    is_used = choice.exact == "on" and choice.hardware.is_gpu and kind in _MATRICES
+    return choice.text("trainer.norms", "batch_invariant") if is_used else None
 
 
 def reasons(cfg: RunConfig, choice: KernelChoice) -> list[str]:

@@ -17,6 +17,7 @@ from megatron_fp8rl.preflight.findings import apply
 from megatron_fp8rl.preflight.precision_table import kind_of
 from megatron_fp8rl.preflight.show import Group, groups
 from model_configs.deepseek import grpo_deepseek_v3
+from model_configs.dense import grpo_qwen3_4b
 from model_configs.qwen3 import grpo_qwen3_8b, grpo_qwen3_30b_a3b
 from model_configs.tiny import tiny_qwen3_moe
 
@@ -84,6 +85,17 @@ def test_first_and_last_layers_are_groups_of_their_own():
         ("attention projections", "0-1"),
         ("routed experts", "0-1"),
     ]
+
+
+@pytest.mark.parametrize("exact, kernels", [("auto", ("Triton, invariant",) * 2), (False, ("PyTorch", "vLLM"))])
+def test_edge_layers_of_an_exact_run_have_the_products_of_batch_invariant_engines(exact, kernels):
+    edges = {"precision__bf16_first_layers": 1, "precision__bf16_last_layers": 2}
+    rows = shown(change(grpo_qwen3_4b(), precision__exact=exact, **edges))
+    for layers in ("0", "34-35"):
+        for kind in ("attention projections", "feed-forward, dense"):
+            group = rows[kind, layers]
+            assert (group.trainer, group.trainer_kernel, group.engine_kernel) == ("BF16", *kernels)
+    assert rows["feed-forward, dense", "1-33"].engine_kernel == "DeepGEMM"
 
 
 def test_both_ends_may_differ_in_format_and_the_wire_is_the_engine_s():
