@@ -36,7 +36,7 @@ class EngineEstimate:
 
     @property
     def kv_tokens(self) -> int:
-        return max(self.kv_bytes, 0) // self.kv_token_bytes
+        return max(self.kv_bytes, 0) // max(self.kv_token_bytes, 1)  # 0 bytes: no layer of attention
 
     @property
     def full_sequences(self) -> float:

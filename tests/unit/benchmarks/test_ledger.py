@@ -138,6 +138,13 @@ def test_arms_take_turns_and_rounds_are_rows_of_their_own(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_shape_without_an_exact_form_is_refused_by_name(tmp_path):
+    """The search for a layout also tries layers that keep no keys and values: two gated delta nets."""
+    options = parse(ledger.LEDGER, ["--gpu", "h200", "--shape", "qwen3_next", "--folder", str(tmp_path)])
+    with pytest.raises(ConfigError, match="trainer computes gated delta nets in chunks"):
+        ledger.planned(options, "qwen3_next", "exact")
+
+
 def test_a_shape_that_does_not_fit_is_refused_with_a_depth_that_does(tmp_path, capsys):
     args = ["--plan", "--gpu", "h100", "--shape", "8b_separate", "--arm", "bf16", "--folder", str(tmp_path)]
     with pytest.raises(SystemExit, match="2"):
