@@ -184,7 +184,7 @@ def runs(rows: Sequence[Row]) -> str:
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
     """A Markdown table of all keys. Numbers are aligned to the right; floats have four significant digits."""
     columns = list(dict.fromkeys(key for line in lines for key in line))
-    numeric = {c: all(isinstance(line.get(c, 0), int | float) for line in lines) for c in columns}
+    numeric = {c: all(isinstance(line.get(c), int | float | None) for line in lines) for c in columns}
     cells = [columns, ["---:" if numeric[c] else "---" for c in columns]]
     cells += [[_shown(line.get(c)) for c in columns] for line in lines]
     return "\n".join("| " + " | ".join(line) + " |" for line in cells)
