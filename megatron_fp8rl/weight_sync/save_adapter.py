@@ -46,11 +46,7 @@ def adapter_tensors(policy: Policy, *, scaled: bool = False) -> dict[str, Tensor
     ``scaled``: alpha / rank * B in place of B."""
     from megatron_fp8rl.trainer.model.lora import adapted_linears  # imports Megatron-Core
 
-    mine = [
-        (name, matrix, axis, part.cpu())
-        for linear in adapted_linears(policy.models)
-        for name, matrix, axis, part in linear.adapter.pieces(scaled=scaled)
-    ]
+    mine = _on_host([p for linear in adapted_linears(policy.models) for p in linear.adapter.pieces(scaled=scaled)])
     parallel, gathered = policy.parallel, [mine]
     if parallel.world_size > 1:
         gathered = [None] * parallel.world_size if parallel.rank == 0 else None
@@ -61,9 +57,16 @@ def adapter_tensors(policy: Policy, *, scaled: bool = False) -> dict[str, Tensor
     for name, matrix, axis, part in (piece for pieces in gathered for piece in pieces):  # by rank
         key = f"base_model.model.{name.removesuffix('.weight')}.lora_{matrix}.weight"
         parts.setdefault(key, (axis, []))[1].append(part)
-    return {
-        key: (torch.cat(some, axis) if axis is not None else some[0].clone()) for key, (axis, some) in parts.items()
-    }
+    return {key: (some[0] if axis is None else torch.cat(some, axis)) for key, (axis, some) in parts.items()}
+
+
+def _on_host(pieces: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The pieces with their tensors in host memory, by one copy: hundreds of small ones would each wait for the GPU."""
+    if not pieces:
+        return []
+    parts = [part for *_, part in pieces]
+    copied = torch.cat([part.reshape(-1) for part in parts]).cpu().split([part.numel() for part in parts])
+    return [(*where, one.view(part.shape).clone()) for (*where, part), one in zip(pieces, copied, strict=True)]
 
 
 def peft_config(cfg: RunConfig) -> dict[str, Any]:
