@@ -288,7 +288,7 @@ SAYS = {
     "rows truncated": f"{ROWS} was truncated during the run",
     "rows rewritten": f"{ROWS} was rewritten during the run",
     "trainer rank stopped for good": "was stopped by a signal and has stood still for",
-    "reward fails always": "completions of rows got no score",
+    "reward fails always": "the campaign lets every score fail",  # in a step, or at the start after another fault
 }
 RESTING: dict[str, Callable[[Target], str]] = {
     "checkpoint: bit flipped": flip_checkpoint,
