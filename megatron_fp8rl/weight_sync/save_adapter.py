@@ -61,7 +61,8 @@ def adapter_tensors(policy: Policy, *, scaled: bool = False) -> dict[str, Tensor
 
 
 def _on_host(pieces: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """The pieces with their tensors in host memory, by one copy: hundreds of small ones would each wait for the GPU."""
+    """The pieces with their tensors in host memory, by one copy: hundreds of small ones would each wait for the GPU.
+    Each has its own memory, as pickle and safetensors need it."""
     if not pieces:
         return []
     parts = [part for *_, part in pieces]

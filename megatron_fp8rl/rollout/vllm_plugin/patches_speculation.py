@@ -9,8 +9,8 @@ before it equals its draft. A draft d is accepted with probability p(d), as by r
 Temperature, top-p, top-k, log-probabilities and kept entries are those of the ordinary sampler. Drafts of multi-token
 prediction layers are their most likely tokens, so the same holds for them.
 
-The counts of drafts travel in the column of ranks, which nothing else reads: see ``drafts.py``. On
-GPUs only n-gram drafts were measured.
+The counts of drafts travel in the column of ranks, which nothing else reads: see ``drafts.py``. On GPUs
+only n-gram drafts were measured.
 """
 
 from collections.abc import Sequence
