@@ -34,4 +34,8 @@ def project_up(out_THL: Tensor, weight: Tensor, size: int) -> Tensor:
 
 
 def _by_head(x_THK: Tensor, matrices_HKN: Tensor) -> Tensor:
+    if x_THK.is_cuda:
+        from megatron_fp8rl.kernels.triton.latent import by_head
+
+        return by_head(x_THK, matrices_HKN)
     return torch.stack([float64.matmul(x, matrix) for x, matrix in zip(x_THK.unbind(1), matrices_HKN)], dim=1)

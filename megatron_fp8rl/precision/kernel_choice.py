@@ -125,7 +125,7 @@ def _attention(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
         return "torch", "there is no GPU"
     if "transformer_engine" not in hardware.packages:
         return "torch", "transformer_engine is not installed"
-    if cfg.precision.exact:
+    if cfg.precision.exact and not cfg.model.has("mla"):  # whose gradients alone are of this kernel
         return "engine", "precision.exact"
     return "cudnn", "the fastest with a backward pass"
 
@@ -314,9 +314,10 @@ class TrainerKernels:
     dispatch: str
 
     def linear_kernel(self, rows: int, columns: int) -> str:
-        """The kernel of an FP8 linear with shape [rows, columns] on a rank: DeepGEMM multiplies whole blocks only."""
-        is_whole = rows % BLOCK == 0 and columns % BLOCK == 0
-        return self.linears if is_whole or self.linears != "deep_gemm" else self.kernels
+        """The kernel of an FP8 linear with shape [rows, columns] on a rank: DeepGEMM multiplies whole blocks of
+        columns, and whole and half blocks of rows."""
+        is_possible = rows % (BLOCK // 2) == 0 and columns % BLOCK == 0
+        return self.linears if is_possible or self.linears != "deep_gemm" else self.kernels
 
 
 @dataclass(frozen=True, kw_only=True)

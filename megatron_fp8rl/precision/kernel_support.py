@@ -17,7 +17,9 @@ from megatron_fp8rl.precision.matmul_shapes import linears_of
 
 # Optional patches of upstream.py that a feature needs.
 INVARIANT_PATCHES = ("fuse_norms", "make_logprobs_order_independent")
-LATENT_PATCHES = ("absorb_projections", "KeysOnlyAttention", "KeysOnlyBackend", "normalize_latents_as_published")
+_LATENT_PATCHES = ("absorb_projections", "KeysOnlyAttention", "normalize_latents_as_published")
+LATENT_PATCHES = (*_LATENT_PATCHES, "KeysOnlyBackend")  # on a CPU
+LATENT_PATCHES_ON_GPU = (*_LATENT_PATCHES, "LatentAttention", "LatentBackend", "Metadata")
 FP8_CACHE_PATCHES = ("FP8CacheBackend", "FP8CacheAttention", "Metadata")
 
 Supports = Callable[[RunConfig, Hardware], Violation | None]
@@ -327,6 +329,7 @@ def forbids_exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         (in_bf16.field, has_many, "costs of exact BF16 products in more than a quarter of the layers"),
         (_divided(cfg), engine_parts(cfg), "ordered sums of its ranks"),
         ("precision.scales", has_fp32_scales and cfg.model.is_moe, "experts with FP32 scales"),
+        ("model.family", cfg.model.has("mla"), "shared kernels of latent attention"),
     ):
         if is_used:
             problem, remedy = f"{what} are not measured on GPUs yet", "Set --precision.exact True to use them"
@@ -378,11 +381,8 @@ def _exact_on_gpu(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if hardware.generation != "hopper":
         problem = f"precision.exact: the shared kernels need Hopper; this machine is {hardware.generation!r}"
         return _wrong(cfg, "precision.exact", problem, "Set False")
-    if model.has("mla"):
-        problem = (
-            "precision.exact: on GPUs engines decode latent attention in the absorbed form and prefill it expanded"
-        )
-        return _wrong(cfg, "precision.exact", problem, "Set False")
+    if model.has("mla") and (wrong := _latent_on_gpu(cfg)):
+        return wrong
     in_bf16 = _in_bf16(cfg)
     if in_bf16.has_experts:
         problem, fp8 = "precision.exact: BF16 experts are multiplied by other kernels in the engine", precision.rollout
@@ -406,11 +406,12 @@ def _exact_on_gpu(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         if wrong := fp8_cache_attention(cfg, hardware):
             return wrong
     sides = (*(use.shape for use in linears_of(cfg)),)
-    if odd := next((s for s in sides if s.rows % BLOCK or s.columns % BLOCK), None):
-        problem = f"precision.exact: a {odd.rows} x {odd.columns} matrix does not consist of whole blocks of {BLOCK}"
+    half = BLOCK // 2  # which DeepGEMM multiplies, too
+    if odd := next((s for s in sides if s.rows % half or s.columns % BLOCK), None):
+        problem = f"precision.exact: a {odd.rows} x {odd.columns} matrix does not consist of blocks of {BLOCK}"
         return _wrong(cfg, "precision.kernels.linears", problem, "Use --precision.exact False")
     checks = [
-        engine_attention,
+        *([] if model.has("mla") else [engine_attention]),
         *([deep_gemm_linears] if precision.rollout != "bf16" else []),
         *([deep_gemm_experts, engine_deep_gemm_experts] if model.is_moe else []),
         batch_invariant,
@@ -419,6 +420,21 @@ def _exact_on_gpu(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if softmax and (wrong := _untested(cfg, "precision.exact", ["vllm_topk_softmax"], "Set False")):
         return wrong
     return next((wrong for check in checks if (wrong := check(cfg, hardware))), None)
+
+
+def _latent_on_gpu(cfg: RunConfig) -> Violation | None:
+    """Sizes that ``kernels/triton/latent.py`` supports."""
+    mla = cfg.model.mla
+    for path, size, least, is_supported in (
+        ("kv_lora_rank", mla.kv_lora_rank, "a power of two from 64 to 512", 64 <= mla.kv_lora_rank <= 512),
+        ("qk_rope_head_dim", mla.qk_rope_head_dim, "a power of two from 16 on", mla.qk_rope_head_dim >= 16),
+        ("qk_nope_head_dim", mla.qk_nope_head_dim, "a multiple of 64", mla.qk_nope_head_dim % 64 == 0),
+    ):
+        is_power = size.bit_count() == 1 or path == "qk_nope_head_dim"
+        if not (is_supported and is_power):
+            problem = f"precision.exact: the shared kernel of latent attention needs {least}"
+            return _wrong(cfg, f"model.mla.{path}", problem, "Use --precision.exact False")
+    return _untested(cfg, "precision.exact", LATENT_PATCHES_ON_GPU, "Set False")
 
 
 class _InBf16(NamedTuple):

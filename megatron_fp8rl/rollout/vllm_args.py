@@ -240,7 +240,12 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
     if cfg.model.has("gdn"):
         environment[DELTA_NET_VARIABLE] = "1"
     if cfg.model.has("mla"):
-        environment[LATENT_VARIABLE] = "absorbed" if kernels.exact == "on" else "vllm"
+        is_absorbed = kernels.exact == "on"
+        environment[LATENT_VARIABLE] = "absorbed" if is_absorbed else "vllm"
+        if cpu or is_absorbed:
+            # vLLM has no kernel for latent attention on a CPU, and two forms on a GPU. With this setting it projects
+            # keys and values up first; in exact runs latent_layers.py replaces that.
+            environment["VLLM_MLA_DISABLE"] = "1"
     if FAMILIES[cfg.model.family].fused_experts:
         environment[EXPERTS_VARIABLE] = "1"
     if kernels.exact == "on" and (num_parts := engine_parts(cfg)):
@@ -278,9 +283,6 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
             **CPU_ENVIRONMENT,
             # Half of the cores: OpenMP threads that share a core with the trainer's wait for each other.
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (2 * num_workers))),
-            # vLLM has no kernel for latent attention on a CPU; with this setting it projects keys and values up first.
-            # In exact runs cpu_latent.py replaces that.
-            "VLLM_MLA_DISABLE": "1",
             # Allows the "uni" executor with the asynchronous front end.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if cfg.engine.ranks == 1 else "1",
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class LatentCase:
         """float64 [T, H, L]."""
         out = torch.zeros(*self.query.shape[:2], self.num_values, dtype=torch.float64, device=self.query.device)
         starts = self.cu_queries.tolist()
-        for s, (start, stop) in enumerate(zip(starts, starts[1:])):
+        for s, (start, stop) in enumerate(itertools.pairwise(starts)):
             length, num = int(self.num_keys[s]), stop - start
             key = self.cache[self.pages[s].long()].flatten(0, 1)[:length].double()
             scores = torch.einsum("thd,kd->thk", self.query[start:stop].double(), key) * scale

@@ -42,7 +42,7 @@ _MODULES = {
     re.compile(r"^(model\.layers\.\d+)\.attn(?=\.|$)"): r"\1.self_attn",
     re.compile(r"^model\.embedding$"): "model.embed_tokens",
 }
-_LATENT_FACTORS = ("W_UV", "W_UK_T")
+_LATENT_FACTORS = ("W_UV", "W_UK_T", "up_weight")
 
 
 def _tensor(module: nn.Module, name: str, path: str) -> Tensor | None:
@@ -290,8 +290,10 @@ class DerivedTensors:
         derived = ("dequantized_weight", "w13_dequantized", "kernel_scales")
         modules = [module for _, module in named_layers(model)]
         self._converted = [m for m in modules if any(hasattr(m, name) for name in derived)]
-        self._latent = [m for m in modules if isinstance(getattr(m, _LATENT_FACTORS[0], None), Tensor)]
-        self._factors = [{name: getattr(m, name) for name in _LATENT_FACTORS} for m in self._latent]
+        found = [(m, {name: getattr(m, name, None) for name in _LATENT_FACTORS}) for m in modules]
+        found = [(m, {name: x for name, x in factors.items() if isinstance(x, Tensor)}) for m, factors in found]
+        self._latent = [m for m, factors in found if factors]
+        self._factors = [factors for _, factors in found if factors]
         self._experts = [m for m in modules if hasattr(m, f"w13_{_SCALES}")]
 
     @torch.no_grad()

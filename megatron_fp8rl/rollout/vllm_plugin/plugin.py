@@ -91,9 +91,10 @@ def register() -> None:
             cpu_delta_net.compute_as_the_trainer()
         cpu_experts.exchange_tokens_on_cpu()
         if os.environ.get(LATENT_VARIABLE) == "absorbed":
-            from megatron_fp8rl.rollout.vllm_plugin.cpu import cpu_latent  # imports vLLM's model
+            from megatron_fp8rl.rollout.vllm_plugin import latent_layers  # imports vLLM's model
+            from megatron_fp8rl.rollout.vllm_plugin.cpu.cpu_latent import KeysOnlyBackend
 
-            cpu_latent.absorb_projections()
+            latent_layers.absorb_projections(KeysOnlyBackend)
         _add_in_rank_order()
         return
     from megatron_fp8rl.kernels.triton import cache
@@ -104,6 +105,11 @@ def register() -> None:
     register_backend(
         AttentionBackendEnum.CUSTOM, "megatron_fp8rl.rollout.vllm_plugin.patches_attention.FP8CacheBackend"
     )
+    if os.environ.get(LATENT_VARIABLE) == "absorbed":
+        from megatron_fp8rl.rollout.vllm_plugin import latent_layers
+        from megatron_fp8rl.rollout.vllm_plugin.patches_latent import LatentBackend
+
+        latent_layers.absorb_projections(LatentBackend)
     if fmt.scale_kind == "e8m0":
         from megatron_fp8rl.rollout.vllm_plugin import patches_mxfp8
 

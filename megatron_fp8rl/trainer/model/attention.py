@@ -150,7 +150,7 @@ class PackedAttention(MegatronModule):
         window = self.window if self.window is not None and self.window < max(plan.lengths) else None
         if self.attend is not None and query.device.type == "cuda":
             segments = plan.segments
-            if attention_te.supports(query, key, value, segments, window, self.softmax_offset):
+            if self.caches_keys_only or attention_te.supports(query, key, value, segments, window, self.softmax_offset):
                 if segments.key_rows is not None:
                     key, value = (x.index_select(0, segments.key_rows) for x in (key, value))
                 settings = segments, self.softmax_scale, self.cache_scales, window, self.softmax_offset

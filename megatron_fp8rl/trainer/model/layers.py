@@ -54,7 +54,7 @@ from megatron_fp8rl.trainer.model.linear import (
     on_deep_gemm,
     on_transformer_engine,
 )
-from megatron_fp8rl.trainer.model.mla import LatentAttention, LatentSubmodules
+from megatron_fp8rl.trainer.model.mla import LatentAttention, LatentSubmodules, attend_over_latents
 from megatron_fp8rl.trainer.model.rotary import Rotary, softmax_scale
 from megatron_fp8rl.trainer.model.router import RoutedLayer, Router
 from megatron_fp8rl.trainer.parallel import Parallel
@@ -235,7 +235,8 @@ class LayerFactory:
             absorbed = None
             if self._is_exact:
                 rotary = replace(settings["rotary"], first_feature=model.mla.kv_lora_rank)
-                absorbed = partial(PackedAttention, **settings | {"rotary": rotary, "caches_keys_only": True})
+                own = {"rotary": rotary, "caches_keys_only": True, "attend": attend_over_latents}
+                absorbed = partial(PackedAttention, **settings | own)
             submodules = LatentSubmodules(core_attention=core, linear_proj=out, absorbed=absorbed)
             return ModuleSpec(LatentAttention, params={"linear": linear, "norm": self.norm}, submodules=submodules)
         all_heads = registry.norms_all_heads(model)

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_fp8rl.kernels.fused_moe import (
@@ -34,7 +35,7 @@ from megatron_fp8rl.kernels.fused_moe import (
     swiglu_quantize,
 )
 from megatron_fp8rl.kernels.gemm import Fp8, add_dense_weight_gradient, multiply_dense, quantized
-from megatron_fp8rl.kernels.types import ExpertPermutation, Quantized
+from megatron_fp8rl.kernels.types import BLOCK, ExpertPermutation, Quantized
 from megatron_fp8rl.precision.formats import QuantFormat
 from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 from megatron_fp8rl.trainer.optimizer.grad_buffers import add_gradient, no_gradients
@@ -42,12 +43,16 @@ from megatron_fp8rl.trainer.optimizer.grad_buffers import add_gradient, no_gradi
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter [N, K] and its quantization settings."""
+    """A parameter [N, K] and its quantization settings. Zeros fill the last block of rows, if it is partial."""
 
     weight: Tensor
     fmt: QuantFormat
     cache: WeightCache
     block_rows: Tensor | None = None  # int64 [N] row order in which blocks are formed; None for the order of the weight
+
+    @property
+    def num_zeros(self) -> int:
+        return -self.weight.shape[0] % BLOCK
 
     def quantized(self) -> _Quantized:
         return self.cache.get([self.weight], lambda: _Quantized(self))
@@ -57,6 +62,7 @@ class _Quantized:
     def __init__(self, matrix: Matrix):
         weight_NK = matrix.weight.detach()
         weight_NK = weight_NK if matrix.block_rows is None else weight_NK[matrix.block_rows]
+        weight_NK = F.pad(weight_NK, (0, 0, 0, matrix.num_zeros)) if matrix.num_zeros else weight_NK
         self.rows = Fp8(*(part[0] for part in quantized(weight_NK.unsqueeze(0), matrix.fmt)))
         self._transposed: Fp8 | None = None
 
@@ -95,6 +101,8 @@ class _Linear(torch.autograd.Function):
         y_TN = _multiply(x, w.rows, num_tokens)
         if record:
             ctx.w, ctx.x = w, _columns(x) if needs_dw else None
+        if matrix.num_zeros:
+            return y_TN[:, : -matrix.num_zeros].contiguous()
         return y_TN if matrix.block_rows is None else y_TN[:, matrix.block_rows.argsort()]
 
     @staticmethod
@@ -107,6 +115,7 @@ class _Linear(torch.autograd.Function):
         ctx.w = ctx.x = None  # frees the memory when this function returns, not when the graph is freed
         if matrix.block_rows is not None:
             grad_TN = grad_TN[:, matrix.block_rows]
+        grad_TN = F.pad(grad_TN, (0, matrix.num_zeros)) if matrix.num_zeros else grad_TN
         grad = _quantize(grad_TN, matrix.fmt, rows=needs_dx, columns=needs_dw)
         dw = add_gradient(matrix.weight, _adder(_columns(grad), x), matrix.block_rows) if needs_dw else None
         del x
@@ -195,4 +204,11 @@ def _multiply(x: Quantized, weight: Fp8, num_tokens: int) -> Tensor:
 
 
 def _adder(grad: Fp8, x: Fp8) -> Callable[[Tensor], None]:
-    return lambda out_NK: add_dense_weight_gradient(grad, x, out_NK)
+    def add(out_NK: Tensor) -> None:
+        if not (num_zeros := len(grad.data) - len(out_NK)):
+            return add_dense_weight_gradient(grad, x, out_NK)
+        padded = F.pad(out_NK, (0, 0, 0, num_zeros))
+        add_dense_weight_gradient(grad, x, padded)
+        out_NK.copy_(padded[:-num_zeros])
+
+    return add

@@ -28,9 +28,24 @@ from torch import Tensor
 from megatron_fp8rl.kernels import latent
 from megatron_fp8rl.trainer.compat.megatron import LatentAttentionBase
 from megatron_fp8rl.trainer.model.linear import ColumnLinear, LinearSpec, ReplicatedLinear, RMSNorm, rounded_weight
+from megatron_fp8rl.trainer.model.packed_sequences import PAGE_TOKENS, Segments
 from megatron_fp8rl.trainer.model.router import Replaced
 from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 from megatron_fp8rl.upstream import patches
+
+
+def attend_over_latents(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, *unused: Any
+) -> Tensor:
+    """On a GPU: query [T, H, L + R], key [K, 1, L + R] and its first features, value [K, 1, L] -> [T, H, L]."""
+    from megatron_fp8rl.kernels.triton.latent import attend  # imports Triton
+
+    pages = segments.pages
+    cache = key.squeeze(1).index_select(0, pages.rows).unflatten(0, (-1, PAGE_TOKENS))
+    out = query.new_empty(*query.shape[:2], value.shape[-1])
+    queries = query.contiguous(), cache, pages.table, segments.cu_queries
+    attend(*queries, pages.num_keys, segments.max_queries, scale, out)
+    return out
 
 
 @dataclass

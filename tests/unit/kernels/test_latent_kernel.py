@@ -1,4 +1,4 @@
-"""The kernels of absorbed latent attention against torch in float64: in Triton's interpreter, and compiled for Hopper."""
+"""The kernels of absorbed latent attention against torch in float64, in Triton's interpreter."""
 
 import pytest
 import torch

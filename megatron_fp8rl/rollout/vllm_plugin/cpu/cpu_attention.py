@@ -3,7 +3,7 @@
 Patches vLLM's workers with ``kernels/float64.py`` and ``kernels/exact_logprobs.py``, over a paged KV cache in BF16 or
 E4M3. An FP8 cache rounds keys and values as on a GPU (``patches_attention.py``), but not queries. vLLM allocates a
 layer's cache, [blocks, G, tokens of a block, 2 D]; here the last axis is a token's key and value. A latent cache has
-keys only, [blocks, 1, tokens of a block, D]: values are their first features (``cpu_latent.py``).
+keys only, [blocks, 1, tokens of a block, D]: values are their first features (``latent_layers.py``).
 """
 
 import itertools
