@@ -72,7 +72,7 @@ def linear_sizes(model: ModelConfig, precision: PrecisionConfig, engine: EngineC
         rows, columns = (stop - start, shape[1]) if weight.axis == 0 else (shape[0], stop - start)
         key = ".".join(where), FUSED_INTO.get(matrix, matrix)
         by_matrix[key] = (by_matrix.get(key, (0, 0))[0] + rows, columns)
-    return sorted({size for size in by_matrix.values() if not any(n % BLOCK for n in size)})
+    return sorted({(n, k) for n, k in by_matrix.values() if not (n % (BLOCK // 2) or k % BLOCK)})
 
 
 def trainer_sizes(model: ModelConfig, precision: PrecisionConfig, num_ranks: int) -> list[Size]:
@@ -87,7 +87,8 @@ def trainer_sizes(model: ModelConfig, precision: PrecisionConfig, num_ranks: int
         ):
             continue
         shapes.add(slicing.shard_shape(weight, model, num_ranks))
-    return sorted(size for size in shapes if not any(n % BLOCK for n in size))
+    # The trainer completes half a block of rows with zeros.
+    return sorted({(n + n % BLOCK, k) for n, k in shapes if not (n % (BLOCK // 2) or k % BLOCK)})
 
 
 def token_counts(max_tokens: int, num_rows: int, num_processors: int) -> list[int]:
@@ -202,7 +203,7 @@ def _product(n: int, k: int, tokens: int) -> None:
     import torch
 
     data = torch.zeros(n, k, dtype=torch.float8_e4m3fn, device="cuda")
-    weight = data, torch.ones(n // BLOCK, k // BLOCK, device="cuda")
+    weight = data, torch.ones(-(-n // BLOCK), k // BLOCK, device="cuda")
     x = torch.zeros(tokens, k, dtype=torch.float8_e4m3fn, device="cuda")
     # Scale columns begin at multiples of 16 bytes, as in vLLM's quantizer.
     scale = torch.ones(k // BLOCK, -(-tokens // 4) * 4, device="cuda").t()[:tokens]

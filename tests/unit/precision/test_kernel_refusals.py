@@ -177,16 +177,31 @@ def test_exact_accepts_kept_entries_on_a_gpu_unless_experts_are_recorded():
     assert [v.field for v in refusals(recording, Hardware("hopper"))] == ["--engine.record_routed_experts"]
 
 
-def test_latent_attention_and_every_other_family_are_exact_on_a_cpu_and_latent_attention_is_refused_on_a_gpu():
-    from megatron_fp8rl.precision.kernel_choice import choose, refusals
+def test_latent_attention_and_every_other_family_are_exact_on_a_cpu():
+    from megatron_fp8rl.precision.kernel_choice import choose
 
     cfg = replace(EXACT, precision=PrecisionConfig(trainer="bf16", rollout="bf16"))
     for model in (MIXTRAL, GLM, MINIMAX, DEEPSEEK, GLM_LITE):
         run = replace(cfg, model=model)
         assert not [v for v in rules.check(run, accelerator="cpu") if "exact" in str(v)]
         assert choose(run, Hardware("cpu")).exact == "on"
-    problems = [v.problem for v in refusals(replace(EXACT, model=DEEPSEEK), Hardware("hopper"))]
-    assert any("latent attention in the absorbed form" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("path", "size"), [("kv_lora_rank", 384), ("kv_lora_rank", 1024), ("qk_rope_head_dim", 48), ("qk_nope_head_dim", 96)]
+)
+def test_latent_attention_is_exact_on_a_gpu_where_that_is_asked(path, size):
+    from megatron_fp8rl.precision.kernel_choice import choose, refusals
+    from model_configs.glm import glm_47_flash
+
+    cfg = replace(EXACT, model=glm_47_flash())
+    assert not refusals(cfg, Hardware("hopper"))
+    chosen = choose(cfg, Hardware("hopper"))
+    assert (chosen.trainer.attention, chosen.trainer.linear_kernel(576, 2048)) == ("cudnn", "deep_gemm")
+    auto = choose(replace(cfg, precision=replace(cfg.precision, exact="auto")), Hardware("hopper"))
+    assert auto.exact == "off" and "latent attention are not measured" in auto.reasons["exact"]
+    other = replace(cfg, model=replace(cfg.model, mla=replace(cfg.model.mla, **{path: size})))
+    assert [wrong.field for wrong in refusals(other, Hardware("hopper"))] == [f"--model.mla.{path}"]
 
 
 @pytest.mark.parametrize("more", [{"trainer": "bf16", "rollout": "bf16"}, {"bf16_last_layers": 1}], ids=["all", "edge"])
