@@ -67,7 +67,9 @@ def findings(cfg: RunConfig, gpu: Gpu) -> list[Finding]:
     mla, kernels = cfg.model.mla, choice.trainer
     rows = 0 if mla is None else mla.kv_lora_rank + mla.qk_rope_head_dim
     if kernels.linear_kernel(rows, BLOCK) != kernels.linears:
-        problem = f"kv_a_proj_with_mqa has {rows} rows, no multiple of {BLOCK}: DeepGEMM does not multiply it, and the "
+        problem = (
+            f"kv_a_proj_with_mqa has {rows} rows, no multiple of {BLOCK // 2}: DeepGEMM does not multiply it, and the "
+        )
         problem += "trainer takes the kernels of precision.kernels.trainer for it"
         result.append(Finding("note", "--precision.kernels.linears", problem))
     return result

@@ -188,7 +188,8 @@ def test_latent_attention_and_every_other_family_are_exact_on_a_cpu():
 
 
 @pytest.mark.parametrize(
-    ("path", "size"), [("kv_lora_rank", 384), ("kv_lora_rank", 1024), ("qk_rope_head_dim", 48), ("qk_nope_head_dim", 96)]
+    ("path", "size"),
+    [("kv_lora_rank", 384), ("kv_lora_rank", 1024), ("qk_rope_head_dim", 48), ("qk_nope_head_dim", 96)],
 )
 def test_latent_attention_is_exact_on_a_gpu_where_that_is_asked(path, size):
     from megatron_fp8rl.precision.kernel_choice import choose, refusals

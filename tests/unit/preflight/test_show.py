@@ -108,7 +108,9 @@ def test_both_ends_may_differ_in_format_and_the_wire_is_the_engine_s():
 
 
 def test_a_matrix_that_deep_gemm_does_not_multiply_shows_the_other_kernel():
-    cfg = grpo_deepseek_v3()  # kv_a_proj_with_mqa has 576 rows
+    cfg = grpo_deepseek_v3()
+    mla = replace(cfg.model.mla, qk_rope_head_dim=48)  # kv_a_proj_with_mqa has 560 rows
+    cfg = replace(cfg, model=replace(cfg.model, mla=mla))
     rows = shown(cfg)
     assert rows["attention projections", "0-60"].trainer_kernel == "DeepGEMM, Transformer Engine"
     for key in (("shared experts", "3-60"), ("feed-forward, dense", "0-2")):
