@@ -425,6 +425,7 @@ def _exact_on_gpu(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 def _latent_on_gpu(cfg: RunConfig) -> Violation | None:
     """Sizes that ``kernels/triton/latent.py`` supports."""
     mla = cfg.model.mla
+    assert mla is not None
     for path, size, least, is_supported in (
         ("kv_lora_rank", mla.kv_lora_rank, "a power of two from 64 to 512", 64 <= mla.kv_lora_rank <= 512),
         ("qk_rope_head_dim", mla.qk_rope_head_dim, "a power of two from 16 on", mla.qk_rope_head_dim >= 16),
