@@ -26,7 +26,7 @@ class LatentAttention(AttentionImpl):
     supports_quant_query_input = False
 
     def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None, *args: Any):
-        super().__init__()
+        # vLLM's base class sets nothing: its constructor raises
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, num_kv_heads
 
     def forward(
