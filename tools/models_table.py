@@ -22,7 +22,7 @@ FAMILIES_PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- begin table -->", "<!-- end table -->"
 # Family -> (released models, one GPU, several GPUs, learning curve)
 ON_GPUS = {
-    "llama": ("Llama 2 and 3, SmolLM2, TinyLlama", "", "", ""),
+    "llama": ("Llama 2 and 3, SmolLM2, TinyLlama", "4 layers of 3.1-8B, exact", "", ""),
     "mistral": (
         "Mistral 7B, Nemo, Small 3.1 and 3.2 (text)",
         "SmolLM2-135M after `widen`, exact",

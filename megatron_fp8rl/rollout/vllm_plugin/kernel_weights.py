@@ -301,18 +301,18 @@ class DerivedTensors:
         """Recompute all derived tensors after direct writes."""
         for module in self._converted:
             module.quant_method.process_weights_after_loading(module)
-        for module in self._latent:
-            module.process_weights_after_loading(self._act_dtype)
         self.keep_in_place()
 
     @torch.no_grad()
     def keep_in_place(self) -> None:
         """Copy tensors that vLLM has newly bound into those that captured graphs read. After vLLM's reload, kernels of
-        FP8 experts read scales of a copy of the layer, which a direct update would not change."""
+        FP8 experts read scales of a copy of the layer, which a direct update would not change. Factors of latent
+        attention are computed here, because a reload leaves out modules without weights of their own."""
         for module in self._experts:
             for description, name in zip(expert_scale_descriptions(module), ("w13", "w2")):
                 _share_scale(description, getattr(module, f"{name}_{_SCALES}"))
         for module, factors in zip(self._latent, self._factors):
+            module.process_weights_after_loading(self._act_dtype)
             for name, tensor in factors.items():
                 new = getattr(module, name)
                 if new is not tensor:

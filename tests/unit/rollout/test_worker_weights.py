@@ -183,6 +183,34 @@ def test_weights_that_a_reload_adds_are_found(model):
     assert set(held(model, 2)) - set(before) == {"mlp.norm.weight"}
 
 
+class Latent(nn.Module):
+    """What vLLM's MLAAttention does with ``kv_b_proj``: factors that are no parameters."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.linear = (linear,)
+        self.process_weights_after_loading(torch.float32)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        up, down = self.linear[0].weight.detach().to(act_dtype).chunk(2)
+        self.W_UV, self.W_UK_T = up.clone(), down.t().clone()
+
+
+def test_factors_of_latent_attention_follow_the_weights_of_a_reload():
+    """The reload leaves their module out, because it has no weights."""
+    model = nn.Module()
+    model.up = nn.Linear(16, 8, bias=False)
+    model.attn = Latent(model.up)
+    derived, kept = worker.DerivedTensors(model, torch.float32), (model.attn.W_UV, model.attn.W_UK_T)
+    assert model.attn not in receiver.Reloaded(model, [0]).modules()
+    for change in (derived.keep_in_place, derived.refresh):  # after a reload, after direct writes
+        model.up.weight.data.normal_()
+        change()
+        up, down = model.up.weight.detach().chunk(2)
+        assert torch.equal(model.attn.W_UV, up) and torch.equal(model.attn.W_UK_T, down.t())
+        assert model.attn.W_UV is kept[0] and model.attn.W_UK_T is kept[1], "CUDA graphs read these"
+
+
 pytest.importorskip("vllm")
 CPU = torch.device("cpu")
 
