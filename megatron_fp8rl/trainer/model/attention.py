@@ -24,6 +24,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.kernels.backend import runs_triton
@@ -179,9 +180,16 @@ class PackedAttention(MegatronModule):
             )
             return float64.attend(q, k, v, mask, self.softmax_scale, self.softmax_offset).flatten(0, 1)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=batch.mask, is_causal=batch.mask is None, scale=self.softmax_scale, enable_gqa=True
-        )
+        if batch.mask is None or not q.is_cuda:
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=batch.mask, is_causal=batch.mask is None, scale=self.softmax_scale, enable_gqa=True
+            )
+        else:
+            # Not cuDNN, whose gradients under a mask can be NaN on Hopper (pytorch/pytorch issue 196678). The
+            # memory-efficient kernel needs a key head for each query head.
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+            with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+                out = F.scaled_dot_product_attention(q, k, v, attn_mask=batch.mask, scale=self.softmax_scale)
         return out.transpose(1, 2).flatten(0, 1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
