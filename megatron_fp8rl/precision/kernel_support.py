@@ -426,13 +426,13 @@ def _latent_on_gpu(cfg: RunConfig) -> Violation | None:
     """Sizes that ``kernels/triton/latent.py`` supports."""
     mla = cfg.model.mla
     assert mla is not None
-    for path, size, least, is_supported in (
-        ("kv_lora_rank", mla.kv_lora_rank, "a power of two from 64 to 512", 64 <= mla.kv_lora_rank <= 512),
-        ("qk_rope_head_dim", mla.qk_rope_head_dim, "a power of two from 16 on", mla.qk_rope_head_dim >= 16),
-        ("qk_nope_head_dim", mla.qk_nope_head_dim, "a multiple of 64", mla.qk_nope_head_dim % 64 == 0),
+    latent, rotated = mla.kv_lora_rank, mla.qk_rope_head_dim
+    for path, least, is_supported in (
+        ("kv_lora_rank", "a power of two from 64 to 512", latent.bit_count() == 1 and 64 <= latent <= 512),
+        ("qk_rope_head_dim", "a power of two from 16 on", rotated.bit_count() == 1 and rotated >= 16),
+        ("qk_nope_head_dim", "a multiple of 64", mla.qk_nope_head_dim % 64 == 0),
     ):
-        is_power = size.bit_count() == 1 or path == "qk_nope_head_dim"
-        if not (is_supported and is_power):
+        if not is_supported:
             problem = f"precision.exact: the shared kernel of latent attention needs {least}"
             return _wrong(cfg, f"model.mla.{path}", problem, "Use --precision.exact False")
     return _untested(cfg, "precision.exact", LATENT_PATCHES_ON_GPU, "Set False")
