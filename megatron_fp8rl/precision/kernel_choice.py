@@ -21,11 +21,10 @@ from operator import attrgetter
 from typing import Literal
 
 from megatron_fp8rl.config import ConfigError, EngineConfig, PrecisionConfig, RunConfig, Violation
-from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.precision import kernel_support as support
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_support import Supports
-from megatron_fp8rl.precision.matmul_shapes import DEEP_GEMM_IS_FASTER, Field, deciding_work
+from megatron_fp8rl.precision.matmul_shapes import DEEP_GEMM_IS_FASTER, Field, deciding_work, fits_deep_gemm
 
 End = Literal["trainer", "engine"]
 Auto = Callable[[RunConfig, Hardware], tuple[str, str]]  # the meaning of "auto", and why
@@ -314,10 +313,9 @@ class TrainerKernels:
     dispatch: str
 
     def linear_kernel(self, rows: int, columns: int) -> str:
-        """The kernel of an FP8 linear with shape [rows, columns] on a rank: DeepGEMM multiplies whole blocks of
-        columns, and whole and half blocks of rows."""
-        is_possible = rows % (BLOCK // 2) == 0 and columns % BLOCK == 0
-        return self.linears if is_possible or self.linears != "deep_gemm" else self.kernels
+        """The kernel of an FP8 linear with shape [rows, columns] on a rank."""
+        is_possible = self.linears != "deep_gemm" or fits_deep_gemm(rows, columns)
+        return self.linears if is_possible else self.kernels
 
 
 @dataclass(frozen=True, kw_only=True)

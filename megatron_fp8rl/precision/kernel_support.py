@@ -13,7 +13,7 @@ from megatron_fp8rl.config import EngineConfig, ParallelConfig, PrecisionConfig,
 from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision.hardware import Hardware, Package
-from megatron_fp8rl.precision.matmul_shapes import linears_of
+from megatron_fp8rl.precision.matmul_shapes import fits_deep_gemm, linears_of
 
 # Optional patches of upstream.py that a feature needs.
 INVARIANT_PATCHES = ("fuse_norms", "make_logprobs_order_independent")
@@ -130,7 +130,7 @@ def fp8_parameters(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 
 
 def deep_gemm_linears(cfg: RunConfig, hardware: Hardware) -> Violation | None:
-    """Linears outside experts. Matrices without whole blocks are allowed: they use ``precision.kernels.trainer``."""
+    """Linears outside experts. Matrices that do not fit are allowed: they use ``precision.kernels.trainer``."""
     if wrong := _deep_gemm(cfg, hardware, "linears", "DeepGEMM's linear kernels", ("blockwise",)):
         return wrong
     if cfg.precision.gradients != "e4m3":
@@ -406,8 +406,7 @@ def _exact_on_gpu(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         if wrong := fp8_cache_attention(cfg, hardware):
             return wrong
     sides = (*(use.shape for use in linears_of(cfg)),)
-    half = BLOCK // 2  # which DeepGEMM multiplies, too
-    if odd := next((s for s in sides if s.rows % half or s.columns % BLOCK), None):
+    if odd := next((s for s in sides if not fits_deep_gemm(s.rows, s.columns)), None):
         problem = f"precision.exact: a {odd.rows} x {odd.columns} matrix does not consist of blocks of {BLOCK}"
         return _wrong(cfg, "precision.kernels.linears", problem, "Use --precision.exact False")
     checks = [

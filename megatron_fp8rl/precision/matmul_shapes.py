@@ -16,6 +16,12 @@ Field = Literal["linears", "experts"]  # of PrecisionConfig
 _OPERATIONS = 3 * 2  # per weight and token: forward, and the two GEMMs of backward
 
 
+def fits_deep_gemm(rows: int, columns: int) -> bool:
+    """Whether DeepGEMM multiplies an FP8 matrix [rows, columns]: whole blocks of columns, whole and half blocks of
+    rows."""
+    return rows % (BLOCK // 2) == 0 and columns % BLOCK == 0
+
+
 @dataclass(frozen=True)
 class Experts:
     """The experts of one rank and their tokens in one microbatch."""

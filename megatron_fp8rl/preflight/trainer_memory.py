@@ -160,7 +160,7 @@ def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights, kernels: TrainerKern
     copies = fp8_copy_bytes(cfg, gpu)
     weight_bytes, how = per.weight * (weights.trained + weights.frozen) + 4 * weights.buffers, cfg.precision.trainer
     linears, experts = shares_memory(cfg, kernels)
-    fp8_dense, fp8_expert = linears * weights.fp8_whole, experts * weights.fp8_expert
+    fp8_dense, fp8_expert = linears * weights.fp8_fitting, experts * weights.fp8_expert
     shared = bool(fp8_dense) * weights.dense + bool(fp8_expert) * weights.expert  # whole buffers
     twice = shared - fp8_dense - fp8_expert
     kept_bytes = weight_bytes + per.weight * twice

@@ -9,12 +9,12 @@ import math
 from dataclasses import dataclass, replace
 
 from megatron_fp8rl.config import LoraConfig, ModelConfig, ParallelConfig, RunConfig
-from megatron_fp8rl.kernels.types import BLOCK
 from megatron_fp8rl.names import blocks, registry, slicing
 from megatron_fp8rl.names.adapted import is_adapted
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.precision.formats import ITEM_BYTES
 from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.precision.matmul_shapes import fits_deep_gemm
 from megatron_fp8rl.precision.parameters import Entry, entries
 from megatron_fp8rl.weight_sync.plan import plan_weights
 
@@ -28,7 +28,7 @@ class RankWeights:
     frozen: int = 0  # without gradients: under adapters all weights
     fp8: int  # of both, those that the trainer multiplies in FP8
     fp8_expert: int  # of these, experts
-    fp8_whole: int  # and others, in matrices of whole blocks
+    fp8_fitting: int  # and others, in matrices that DeepGEMM multiplies
     buffers: int  # FP32, without gradients
 
     @property
@@ -53,11 +53,11 @@ def on_trainer_rank(cfg: RunConfig, stage: int) -> RankWeights:
     degrees = (parallel.tensor, parallel.expert, parallel.expert_tensor)
     elements = _rank_elements(model, table, cfg.lora, *degrees)
     rows = [sums for entry, sums in elements if _is_on_stage(entry, model, layout, stage)]
-    dense, expert, fp8, buffers, fp8_expert, fp8_whole, *adapters = map(sum, zip(*rows, strict=True))
+    dense, expert, fp8, buffers, fp8_expert, fp8_fitting, *adapters = map(sum, zip(*rows, strict=True))
     frozen = 0
     if cfg.lora.rank:
         frozen, (dense, expert) = dense + expert, adapters
-    of_fp8 = {"fp8": fp8, "fp8_expert": fp8_expert, "fp8_whole": fp8_whole}
+    of_fp8 = {"fp8": fp8, "fp8_expert": fp8_expert, "fp8_fitting": fp8_fitting}
     return RankWeights(dense=dense, expert=expert, frozen=frozen, buffers=buffers, **of_fp8)
 
 
@@ -65,7 +65,7 @@ def on_trainer_rank(cfg: RunConfig, stage: int) -> RankWeights:
 def _rank_elements(
     model: ModelConfig, table: LayerTable, lora: LoraConfig, tensor: int, expert: int, expert_tensor: int
 ) -> list[tuple[Entry, tuple[int, ...]]]:
-    """(entry, elements on a rank: dense, expert, fp8, buffers, FP8 experts, other FP8 matrices of whole blocks,
+    """(entry, elements on a rank: dense, expert, fp8, buffers, FP8 experts, other FP8 matrices for DeepGEMM,
     adapters of others than experts, adapters of experts). A layer's weights are summed under the first."""
     groups: dict[int | Entry, tuple[Entry, list[int]]] = {}
     for entry in entries(model):
@@ -79,7 +79,7 @@ def _rank_elements(
         if table.trainer_format(weight.parts[0][0]).is_quantized:
             sums[2] += numel
             sums[4] += numel if weight.is_expert else 0
-            sums[5] += numel if not weight.is_expert and all(size % BLOCK == 0 for size in shape) else 0
+            sums[5] += numel if not weight.is_expert and fits_deep_gemm(shape[0], shape[1]) else 0
         if lora.rank and is_adapted(weight.name, lora):
             sums[7 if weight.is_expert else 6] += lora.rank * numel // shape[0] + lora.rank * numel // shape[1]
     return [(entry, (*sums,)) for entry, sums in groups.values()]

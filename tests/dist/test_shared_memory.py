@@ -11,6 +11,7 @@ import torch
 from megatron_fp8rl.config import OptimConfig, PrecisionConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.precision.matmul_shapes import fits_deep_gemm
 from megatron_fp8rl.trainer import checkpoint
 from megatron_fp8rl.trainer.model.weight_cache import clear_weight_caches
 from megatron_fp8rl.trainer.optimizer import shared_memory
@@ -68,8 +69,7 @@ def _require_all_that_are_copied(policy) -> None:
     for name, parameter in policy.named_parameters():
         is_fp8 = table.trainer_format(registry.weight(name, cfg.model).parts[0][0]).is_quantized
         is_on_deep_gemm = ".experts." in name or cfg.precision.kernel("linears") == "deep_gemm"
-        is_whole = all(size % 128 == 0 for size in parameter.shape)
-        assert (name in shared) == (is_fp8 and is_on_deep_gemm and is_whole), name
+        assert (name in shared) == (is_fp8 and is_on_deep_gemm and fits_deep_gemm(*parameter.shape)), name
 
 
 def _train(cfg, folder, shares: bool):
