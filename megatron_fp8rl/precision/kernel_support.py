@@ -456,8 +456,8 @@ def _in_bf16(cfg: RunConfig) -> _InBf16:
 
 
 def _sigmoid_router(cfg: RunConfig) -> Violation | None:
-    """Routers of patches_routers.py; they multiply in FP32 and have a bias."""
-    if not (registry.FAMILIES[cfg.model.family].fp32_router and cfg.model.router.correction_bias):
+    """Routers of patches_routers.py, which have a bias."""
+    if not cfg.model.router.correction_bias:
         problem = "precision.exact: the trainer lacks the engine's kernel for this router"
         return _wrong(cfg, "model.router.score", problem, "Use --precision.exact False")
     return _untested(cfg, "precision.exact", ["route_as_the_trainer"], "Set False")

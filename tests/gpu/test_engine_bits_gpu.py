@@ -104,9 +104,10 @@ def test_router_and_choice_are_those_of_the_engine(experts, width):
     assert torch.equal(engine_router_weights(logits.float(), ours, chosen, RouterConfig()), theirs)
 
 
-@pytest.mark.parametrize("experts, groups", [(128, 1), (256, 8)])
-def test_a_sigmoid_router_is_one_function_of_a_token(experts, groups):
-    """Logits, experts and weights have equal bits at both ends and in each batch, and are nearly vLLM's own."""
+@pytest.mark.parametrize("experts, groups, dtype", [(128, 1, torch.float32), (256, 8, torch.bfloat16)])
+def test_a_sigmoid_router_is_one_function_of_a_token(experts, groups, dtype):
+    """Logits, experts and weights have equal bits at both ends and in each batch, and are nearly vLLM's own. GLM-4.5
+    has FP32 logits, DeepSeek-V3 BF16."""
     from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import fused_grouped_topk
 
     from megatron_fp8rl.config import RouterConfig
@@ -118,8 +119,10 @@ def test_a_sigmoid_router_is_one_function_of_a_token(experts, groups):
     num, width, top_k, best, factor = 3000, 4096, 8, max(1, groups // 2), 2.5
     x, weight = _randn(num, width, seed=0).bfloat16(), (_randn(experts, width, seed=1) / width**0.5).bfloat16()
     bias = _randn(experts, seed=2) / 8
-    logits = batch_invariant.linear(x, weight, torch.float32)
-    torch.testing.assert_close(logits.double(), x.double() @ weight.double().t(), **TENSOR_CORE_SUMS)
+    logits = batch_invariant.linear(x, weight, dtype)
+    sums = batch_invariant.linear(x, weight, torch.float32)
+    torch.testing.assert_close(sums.double(), x.double() @ weight.double().t(), **TENSOR_CORE_SUMS)
+    assert torch.equal(logits, sums.to(dtype))
     engines = SimpleNamespace(
         scoring_func="sigmoid",
         num_expert_group=groups,
@@ -131,12 +134,13 @@ def test_a_sigmoid_router_is_one_function_of_a_token(experts, groups):
     )
     weights, ids = choose(engines, x, logits)
     for few in (1, 7, 300):
-        rows = batch_invariant.linear(x[:few].contiguous(), weight, torch.float32)
+        rows = batch_invariant.linear(x[:few].contiguous(), weight, dtype)
         assert torch.equal(rows, logits[:few])
         assert all(torch.equal(a, b[:few]) for a, b in zip(choose(engines, x[:few], rows), (weights, ids)))
     router = RouterConfig(
         score="sigmoid", correction_bias=True, num_groups=groups, groups_per_token=best, scaling_factor=factor
     )
+    logits = logits.float()  # as in the trainer
     weights_TK, experts_TK = choose_experts(logits, top_k, router, bias)
     dense = torch.zeros_like(logits).scatter(1, experts_TK, weights_TK)
     ours = slots(dense, torch.zeros_like(dense, dtype=torch.bool).scatter(1, experts_TK, True), top_k)

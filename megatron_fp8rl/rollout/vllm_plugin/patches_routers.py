@@ -1,8 +1,8 @@
 """Sigmoid routers of batch-invariant engines on a GPU: the trainer's functions give logits, experts and weights.
 
 In: hidden states in BF16. Out: router weights and experts with the trainer's bits, in the order in which it adds a
-token's experts. vLLM multiplies in FP32 by cuBLAS, and its fused kernels add and order in their own ways. Runs in
-workers of engines whose model has such a router (GLM-4.5, MiniMax-M2).
+token's experts. vLLM chooses a kernel of the gate by the number of tokens, and its fused kernels add and order in
+their own ways. Runs in workers of engines whose model has such a router (GLM-4.5, MiniMax-M2, DeepSeek-V3).
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from megatron_fp8rl.upstream import patches
 @patches(
     "vllm",
     why="replaces _compute_routing of GroupedTopKRouter and FusedTopKBiasRouter, whose kernels round weights "
-    "differently from the trainer; Glm4MoE.forward and MiniMaxM2MoE.forward, whose gates depend on the batch; and "
+    "differently from the trainer; Glm4MoE.forward and GateLinear.forward, whose products depend on the batch; and "
     "moves the router's factor from MoERunner's sum of experts, which it rounds again, to the weights",
     remove_when="vLLM has a hook for the function of a router",
     optional=True,
@@ -27,10 +27,10 @@ from megatron_fp8rl.upstream import patches
 def route_as_the_trainer() -> None:
     """Use ``kernels/routing.py``. Raises ImportError or AttributeError if this vLLM has other classes."""
     from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
     from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
     from vllm.model_executor.models.glm4_moe import Glm4MoE
-    from vllm.model_executor.models.minimax_m2 import MiniMaxM2MoE
 
     from megatron_fp8rl.kernels.triton import batch_invariant
 
@@ -41,16 +41,22 @@ def route_as_the_trainer() -> None:
         self.router.routed_scaling_factor *= self.routed_scaling_factor
         self.routed_scaling_factor = 1.0
 
+    def multiply(weight: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        # Published weights are BF16 numbers, so nothing is rounded.
+        return batch_invariant.linear(rows.contiguous(), weight.bfloat16(), dtype)
+
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         rows = hidden_states.view(-1, hidden_states.shape[-1])
-        # Published weights are BF16 numbers, so nothing is rounded.
-        logits = batch_invariant.linear(rows.contiguous(), self.gate.weight.bfloat16(), torch.float32)
+        logits = multiply(self.gate.weight, rows, torch.float32)
         return self.experts(hidden_states=rows, router_logits=logits).view(hidden_states.shape)
+
+    def multiply_by_gate(self: Any, x: Tensor) -> tuple[Tensor, None]:
+        return multiply(self.weight, x, self.out_dtype or x.dtype), None
 
     for router in (GroupedTopKRouter, FusedTopKBiasRouter):
         router._compute_routing = choose
-    for layer in (Glm4MoE, MiniMaxM2MoE):
-        layer.forward = forward
+    Glm4MoE.forward = forward
+    GateLinear.forward = multiply_by_gate
     MoERunner.__init__ = build_without_factor
 
 

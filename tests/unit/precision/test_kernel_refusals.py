@@ -193,8 +193,11 @@ def test_latent_attention_and_every_other_family_are_exact_on_a_cpu():
 )
 def test_latent_attention_is_exact_on_a_gpu_where_that_is_asked(path, size):
     from megatron_fp8rl.precision.kernel_choice import choose, refusals
+    from model_configs.deepseek import deepseek_v3, kimi_k2
     from model_configs.glm import glm_47_flash
 
+    for model in (deepseek_v3(), kimi_k2()):
+        assert not refusals(replace(EXACT, model=model), Hardware("hopper"))
     cfg = replace(EXACT, model=glm_47_flash())
     assert not refusals(cfg, Hardware("hopper"))
     chosen = choose(cfg, Hardware("hopper"))

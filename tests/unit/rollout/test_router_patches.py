@@ -19,15 +19,15 @@ TOKENS, HIDDEN, EXPERTS, TOP_K, FACTOR = 200, 16, 12, 4, 2.5
 def patched(monkeypatch):
     """vLLM's classes with the patch, until the test ends. The constructor of a runner sets its arguments only."""
     from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
     from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
     from vllm.model_executor.models.glm4_moe import Glm4MoE
-    from vllm.model_executor.models.minimax_m2 import MiniMaxM2MoE
 
     from megatron_fp8rl.rollout.vllm_plugin.patches_routers import route_as_the_trainer
 
     names = {kind: "_compute_routing" for kind in (GroupedTopKRouter, FusedTopKBiasRouter)}
-    names |= {kind: "forward" for kind in (Glm4MoE, MiniMaxM2MoE)}
+    names |= {kind: "forward" for kind in (Glm4MoE, GateLinear)}
     for kind, name in names.items():
         monkeypatch.setattr(kind, name, getattr(kind, name))
     monkeypatch.setattr(MoERunner, "__init__", lambda self, **arguments: vars(self).update(arguments))
@@ -72,9 +72,10 @@ def test_routers_choose_as_published_in_the_order_of_the_trainers_sum(num_groups
     assert torch.equal(in_order[0], weights) and torch.equal(in_order[1], experts.long())
 
 
-@pytest.mark.parametrize("name", ["Glm4MoE", "MiniMaxM2MoE"])
-def test_gates_multiply_bf16_numbers_and_round_nothing_to_bf16(name, patched, monkeypatch):
-    """Whole numbers, whose sums are exact in float32 and not in BF16."""
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_gates_multiply_bf16_numbers_and_round_as_published(dtype, patched, monkeypatch):
+    """Whole numbers, whose sums are exact in float32 and not in BF16. DeepSeek-V3's logits are BF16 (``dtype`` None),
+    those of GLM-4.5 and MiniMax-M2 float32."""
     from megatron_fp8rl.kernels.triton import batch_invariant
 
     def linear(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -84,10 +85,12 @@ def test_gates_multiply_bf16_numbers_and_round_nothing_to_bf16(name, patched, mo
     monkeypatch.setattr(batch_invariant, "linear", linear)
     generator, seen = torch.Generator().manual_seed(1), []
     x, weight = (torch.randint(-100, 101, (num, 64), generator=generator).float() for num in (5, EXPERTS))
+    gate = SimpleNamespace(weight=weight, out_dtype=dtype)
+    logits, bias = patched["GateLinear"].forward(gate, x.bfloat16())
+    assert bias is None and logits.dtype == (dtype or torch.bfloat16)
+    assert torch.equal(logits, (x @ weight.t()).to(logits.dtype))
     layer = SimpleNamespace(
-        gate=SimpleNamespace(weight=weight),
-        experts=lambda hidden_states, router_logits: seen.append(router_logits) or hidden_states,
+        gate=gate, experts=lambda hidden_states, router_logits: seen.append(router_logits) or hidden_states
     )
-    result = patched[name].forward(layer, x.bfloat16())
-    assert torch.equal(result, x.bfloat16())
+    assert torch.equal(patched["Glm4MoE"].forward(layer, x.bfloat16()), x.bfloat16())
     assert seen[0].dtype == torch.float32 and torch.equal(seen[0], x @ weight.t())
