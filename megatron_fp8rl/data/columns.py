@@ -17,6 +17,7 @@ from typing import Any
 from megatron_fp8rl.algo.near_matches import near_matches
 from megatron_fp8rl.data.dropped import RowError
 from megatron_fp8rl.envs.environment import Problem
+from megatron_fp8rl.envs.rewards.extraction import after_hashes
 
 # In order of preference; case-insensitive.
 _PROMPTS = ("prompt", "question", "problem", "messages", "conversations", "query", "instruction", "input")
@@ -30,7 +31,6 @@ _LOOKS_LIKE_MESSAGES = re.compile(
     r"""\s*(?:\{\s*["'](?:messages|conversations)["']\s*:\s*)?\[?\s*\{\s*["'](?:role|from|content|value)["']\s*:"""
 )
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-_FINAL_ANSWER = "####"  # GSM8K: marks the final answer
 
 
 class ColumnError(ValueError):
@@ -65,14 +65,14 @@ class Columns:
         if before := self._before(row, messages):
             messages = (*before, *(messages or ({"role": "user", "content": question},)))
         text = _letter(answer, row.get(self.counts), self.counts)
-        whole = {"full_answer": text} if _FINAL_ANSWER in text else {}
+        last = after_hashes(text)
         used = {name for name in (self.answer, "answer") if name and name.lower() not in _REPLIES}
         used |= set() if any(name in row for name in self.inputs) else {self.prompt}
         rest = {name: _as_json(value) for name, value in row.items() if name not in used}
         return Problem(
             question=question,
-            answer=text.rpartition(_FINAL_ANSWER)[2].strip(),
-            metadata={**rest, **whole},
+            answer=last or text.strip(),
+            metadata={**rest, "full_answer": text} if last else rest,
             messages=messages,
         )
 

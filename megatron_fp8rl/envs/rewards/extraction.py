@@ -265,6 +265,12 @@ def after_reasoning(completion: str) -> str:
     return completion
 
 
+def after_hashes(text: str) -> str:
+    """The text after the last "####" (GSM8K), stripped; empty without one, or if it is the heading of a text."""
+    last = text.rpartition("####")[2].strip() if "####" in text else ""
+    return last if "\n" not in last or re.match(r"\W*\d", last) else ""
+
+
 def is_unfinished(prompt_text: str, completion: str) -> bool:
     """Whether the completion ends within its reasoning, which the prompt may have begun."""
     prompt_text = prompt_text.rstrip()
@@ -325,9 +331,8 @@ def _marked(text: str) -> str | None:
         return inside if boxed is None else boxed
     if (boxed := _box(text)) is not None:
         return boxed
-    line, _, rest = text.rpartition("####")[2].partition("\n") if "####" in text else ("", "", "")
-    is_result = not rest.strip() or re.match(r"\W*\d", line)  # otherwise a heading
-    return line if line.strip() and is_result else None
+    last = after_hashes(text)
+    return last.partition("\n")[0] if last else None
 
 
 def _box(text: str) -> str | None:

@@ -126,6 +126,12 @@ class TestFiles:
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
 KNOWN = {
     "GSM8K": ({"question": "q", "answer": "Two.\n#### 2"}, "q", "2"),
+    "a solution under headings": (
+        {"problem": "p", "answer": "#### Steps\n\\boxed{4}\n#### Check\n7 - 3 = 4, without 9"},
+        "p",
+        "#### Steps\n\\boxed{4}\n#### Check\n7 - 3 = 4, without 9",
+    ),
+    "MetaMathQA": ({"query": "q", "response": "Two.\n#### 2\nThe answer is: 2"}, "q", "2\nThe answer is: 2"),
     "DAPO-Math-17k": ({"data_source": "x", "prompt": ASKED, "reward_model": {"ground_truth": "2"}}, "1 + 1?", "2"),
     "OpenR1-Math": ({"problem": "p", "solution": "long", "answer": "2"}, "p", "2"),
     "MATH-500": ({"problem": "p", "solution": "long", "answer": "\\frac12", "level": 1}, "p", "\\frac12"),
