@@ -330,6 +330,7 @@ def forbids_exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         (_divided(cfg), engine_parts(cfg), "ordered sums of its ranks"),
         ("precision.scales", has_fp32_scales and cfg.model.is_moe, "experts with FP32 scales"),
         ("model.family", cfg.model.has("mla"), "shared kernels of latent attention"),
+        ("model.family", registry.FAMILIES[cfg.model.family].zero_centred_norms, "shared kernels of Gemma 3"),
     ):
         if is_used:
             problem, remedy = f"{what} are not measured on GPUs yet", "Set --precision.exact True to use them"
@@ -391,9 +392,6 @@ def _exact_on_gpu(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if cfg.engine.record_routed_experts and cfg.sampling.truncates:
         problem = "precision.exact: kept entries with recorded experts are not measured on GPUs yet"
         return _wrong(cfg, "engine.record_routed_experts", problem, "Set False", (False,))
-    if registry.FAMILIES[model.family].zero_centred_norms:
-        problem = f"precision.exact: no shared kernel computes the norms of the family {model.family}"
-        return _wrong(cfg, "model.family", problem, "Use --precision.exact False")
     if registry.norms_all_heads(model) and cfg.engine.tensor > 1:
         problem = "precision.exact: ranks add the squares of all heads in an order of their own"
         return _wrong(cfg, "engine.tensor", problem, "Set 1, or --precision.exact False", (1,))

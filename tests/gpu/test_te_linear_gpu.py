@@ -214,16 +214,23 @@ def test_delayed_scaling_over_steps():
     assert histories[1].is_filled == (True, True, True)
 
 
+@pytest.mark.parametrize("zero_centred", [False, True])
 @pytest.mark.parametrize("shape", [(37, 4096), (4, 5, 8, 128), (1000, 96)])
-def test_the_norm_rounds_once(shape):
+def test_the_norm_rounds_once(shape, zero_centred):
     from megatron_fp8rl.trainer.model.norm import te_rms_norm
 
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(shape, generator=generator, device="cuda").bfloat16().requires_grad_()
-    weight = (1 + torch.randn(shape[-1], generator=generator, device="cuda") / 4).bfloat16().requires_grad_()
+    weight = (
+        ((0 if zero_centred else 1) + torch.randn(shape[-1], generator=generator, device="cuda") / 4)
+        .bfloat16()
+        .requires_grad_()
+    )
     grad = torch.randn(shape, generator=generator, device="cuda").bfloat16()
-    plain = (torch.nn.functional.rms_norm(x.float(), weight.shape, eps=1e-6) * weight.float()).to(x.dtype)
-    actual = te_rms_norm(x, weight, 1e-6)
+    plain = (torch.nn.functional.rms_norm(x.float(), weight.shape, eps=1e-6) * (weight.float() + zero_centred)).to(
+        x.dtype
+    )
+    actual = te_rms_norm(x, weight, 1e-6, zero_centred=zero_centred)
     equal = (actual == plain).float().mean().item()
     ours = torch.autograd.grad(actual, [x, weight], grad)
     theirs = torch.autograd.grad(plain, [x, weight], grad)
@@ -233,7 +240,7 @@ def test_the_norm_rounds_once(shape):
     for a, b in zip(ours, theirs):
         assert torch.allclose(a.float(), b.float(), rtol=2**-6, atol=2**-7 * float(b.abs().max()))
     stream = torch.randn(shape, generator=generator, device="cuda").bfloat16()
-    both = te_rms_norm(x, weight, 1e-6, with_input=True)
+    both = te_rms_norm(x, weight, 1e-6, with_input=True, zero_centred=zero_centred)
     assert torch.equal(both[0], actual) and torch.equal(both[1], x)
     dx, dweight = torch.autograd.grad(both, [x, weight], [grad, stream])
     assert torch.equal(dweight, ours[1])

@@ -192,11 +192,11 @@ def _unpadding(source: Tensor, target: Tensor, padded: list[int], rows: list[int
 def _rmsnorm_fwd(x, weight, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma):
     assert x.is_contiguous() and x.ndim == 2 and otype == _TE_DTYPE[x.dtype]
     rsigma = (x.float().square().mean(1) + eps).rsqrt()
-    return (x.float() * rsigma[:, None] * weight.float()).to(x.dtype), None, rsigma
+    return (x.float() * rsigma[:, None] * (weight.float() + zero_centered_gamma)).to(x.dtype), None, rsigma
 
 
 def _rmsnorm_bwd(grad, x, rsigma, weight, sm_margin, zero_centered_gamma):
-    normed, scaled = x.float() * rsigma[:, None], grad.float() * weight.float()
+    normed, scaled = x.float() * rsigma[:, None], grad.float() * (weight.float() + zero_centered_gamma)
     dx = rsigma[:, None] * (scaled - normed * (scaled * normed).mean(1, keepdim=True))
     return dx.to(x.dtype), (grad.float() * normed).sum(0).to(weight.dtype)
 

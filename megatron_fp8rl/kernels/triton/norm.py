@@ -87,11 +87,16 @@ def _norm(
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(BF16 norm of the rows of BF16 x, contiguous; float32 reciprocal root mean squares of all rows, one axis). x is
-    [T, H], or [T, heads, H] with any strides of tokens and heads."""
+    [T, H], or [T, heads, H] with any strides of tokens and heads. Weights are BF16 or float32."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     inverses = torch.empty(out.numel() // max(x.shape[-1], 1), dtype=torch.float32, device=x.device)
     _launch(x, weight_H, eps, out=out, inverses=inverses)
     return out, inverses
+
+
+def one_plus(weight_H: Tensor) -> Tensor:
+    """float32 [H]: the factors of a norm with zero-centred weights."""
+    return weight_H.float() + 1.0
 
 
 def norm_quantize(

@@ -47,19 +47,20 @@ def _outputs(producer: nn.Module, result: Tensor) -> tuple[Tensor, Tensor] | Non
     "vllm",
     why="a batch-invariant engine adds, norms and quantizes in three launches, and its norms after residual sums "
     "depend on the batch: fused_add_rms_norm in csrc/libtorch_stable/layernorm_kernels.cu has another number of "
-    "threads from 256 tokens on (RMSNorm, SiluAndMul, QuantFP8.forward_cuda, MiniMaxText01RMSNormTP.forward_qkv)",
+    "threads from 256 tokens on (RMSNorm, GemmaRMSNorm, SiluAndMul, GeluAndMul, QuantFP8.forward_cuda, "
+    "MiniMaxText01RMSNormTP.forward_qkv)",
     remove_when="vLLM fuses them without its compiler, and its norms depend on one token only",
     optional=True,
 )
 def fuse_norms(fmt: QuantFormat) -> None:
     """Use ``kernels/triton/norm.py`` for norms, and quantize results of norms and SwiGLU in the same launch. Raises
     ImportError or AttributeError if this vLLM has other classes."""
-    from vllm.model_executor.layers.activation import SiluAndMul
-    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
     from vllm.model_executor.layers.minimax_rms_norm import MiniMaxText01RMSNormTP
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 
-    from megatron_fp8rl.kernels.triton.norm import add_and_norm, norm_quantize, rms_norm
+    from megatron_fp8rl.kernels.triton.norm import add_and_norm, norm_quantize, one_plus, rms_norm
     from megatron_fp8rl.kernels.triton.quantize_activations import swiglu_quantize
     from megatron_fp8rl.kernels.triton.swiglu import swiglu as swiglu_in_bf16
 
@@ -70,7 +71,13 @@ def fuse_norms(fmt: QuantFormat) -> None:
     def norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         if not self.has_weight or self.variance_size_override is not None or x.dtype != torch.bfloat16:
             raise ValueError(f"a batch-invariant norm needs a weight and BF16 rows of full width, not {self}")
-        weight, eps = self.weight.data, self.variance_epsilon
+        return multiplied(self, x, residual, self.weight.data)
+
+    def zero_centred_norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        return multiplied(self, x, residual, one_plus(self.weight.data))
+
+    def multiplied(self: Any, x: Tensor, residual: Tensor | None, weight: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        eps = self.variance_epsilon
         quantized = _outputs(self, x)
         if quantized is not None:
             out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -110,6 +117,8 @@ def fuse_norms(fmt: QuantFormat) -> None:
         return result
 
     RMSNorm.forward_cuda, SiluAndMul.forward_cuda, QuantFP8.forward_cuda = norm, swiglu, quantize
+    GemmaRMSNorm.forward_cuda = zero_centred_norm
+    GeluAndMul.forward_cuda = GeluAndMul.forward_native  # two operations of PyTorch, as in the trainer
     MiniMaxText01RMSNormTP.forward_qkv = staticmethod(all_heads)
 
 

@@ -47,7 +47,6 @@ from megatron_fp8rl.trainer.model.linear import (
     Norm,
     RMSNorm,
     RowLinear,
-    ZeroCentredNorm,
     in_fixed_order,
     in_torch,
     matrix_of,
@@ -166,14 +165,14 @@ class LayerFactory:
         self._is_exact = choice.exact == "on"
         num_parts = row_parts(engine, parallel.config) // parallel.tp_size
         self._recipe = make_recipe(precision)
-        norm = _norm(self._kernels.norms)
-        zero_centred = registry.FAMILIES[model.family].zero_centred_norms
-        self.norm = ZeroCentredNorm if zero_centred else partial(RMSNorm, compute=norm)
+        self._is_zero_centred = registry.FAMILIES[model.family].zero_centred_norms
+        norm = _norm(self._kernels.norms, self._is_zero_centred)
+        self.norm = partial(RMSNorm, compute=norm)
         output_norm = self.norm if registry.norms_outputs(model) else None
         self._row_linear = partial(RowLinear, num_parts=num_parts if self._is_exact else 0, norm=output_norm)
         has_stream = self._kernels.norms != "emulated"
         of_stream = partial(norm, with_input=True) if has_stream else norm
-        self._first_norm = self.norm if zero_centred else partial(RMSNorm, compute=of_stream)  # of a branch
+        self._first_norm = partial(RMSNorm, compute=of_stream)  # of a branch
 
     def linear(self, layer: int, name: str) -> LinearSpec:
         """The spec of a linear, by its name within the layer, such as ``mlp.linear_fc1``."""
@@ -241,10 +240,10 @@ class LayerFactory:
             return ModuleSpec(LatentAttention, params={"linear": linear, "norm": self.norm}, submodules=submodules)
         all_heads = registry.norms_all_heads(model)
         norm = self.norm if model.qk_norm and not all_heads else None
-        splits_heads = self._kernels.norms != "emulated" and self.norm is not ZeroCentredNorm
+        splits_heads = self._kernels.norms != "emulated" and not self._is_zero_centred
         options = {"splits_heads": splits_heads, "norms_all_heads": all_heads}
         if self._kernels.norms == "batch_invariant":
-            options["norm"] = _norm(self._kernels.norms)
+            options["norm"] = _norm(self._kernels.norms, self._is_zero_centred)
         return ModuleSpec(
             PackedSelfAttention,
             params={"attn_mask_type": AttnMaskType.causal, **options},
@@ -268,7 +267,9 @@ class LayerFactory:
         if not model.layers[layer].is_moe:
             linears = [self.linear(layer, f"mlp.linear_{part}") for part in ("fc1", "fc2")]
             gemms = {linear.gemm for linear in linears}
-            kind = {on_deep_gemm: DeepGemmMlp, in_fixed_order: RoundedMlp}.get(*gemms, MLP) if len(gemms) == 1 else MLP
+            fused = {on_deep_gemm: DeepGemmMlp, in_fixed_order: RoundedMlp}
+            is_swiglu = registry.FAMILIES[model.family].activation == "silu"
+            kind = fused.get(*gemms, MLP) if is_swiglu and len(gemms) == 1 else MLP
             return partial(kind.as_mlp_submodule, submodules=self._dense(layer, "mlp"))
         router = partial(
             Router,
@@ -331,12 +332,13 @@ class LayerFactory:
         return TransformerBlockSubmodules(layer_specs=layers, layer_norm=self.norm)
 
 
-def _norm(kernel: str) -> Norm:
+def _norm(kernel: str, zero_centred: bool) -> Norm:
     if kernel == "emulated":
-        return float64.rms_norm
+        return float64.zero_centred_norm if zero_centred else float64.rms_norm
     from megatron_fp8rl.trainer.model import norm  # imports Transformer Engine
 
-    return norm.batch_invariant_rms_norm if kernel == "batch_invariant" else norm.te_rms_norm
+    on_gpu = norm.batch_invariant_rms_norm if kernel == "batch_invariant" else norm.te_rms_norm
+    return partial(on_gpu, zero_centred=zero_centred)
 
 
 def _block_rows(weight: registry.Weight, model: ModelConfig, parallel: Parallel, fmt: QuantFormat) -> Tensor | None:

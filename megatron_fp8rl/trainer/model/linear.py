@@ -58,14 +58,6 @@ class RMSNorm(nn.Module):
         return (self.compute if x.numel() else float64.rms_norm)(x, self.weight, self.eps)
 
 
-class ZeroCentredNorm(RMSNorm):
-    """RMSNorm whose weight is added to 1, rounded once as in the published models. Not measured on GPUs yet."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.compute = float64.zero_centred_norm
-
-
 class AllHeadsNorm(RMSNorm):
     """RMSNorm over the features of all heads, also those of other tensor-parallel ranks. A rank has the weights of its
     heads. Several ranks are not measured on GPUs yet."""

@@ -24,16 +24,17 @@ from megatron_fp8rl.upstream import patches
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, eps: float, match_engine: bool, with_input: bool
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, match_engine: bool, with_input: bool, zero_centred: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
         x_TH = x.reshape(-1, x.shape[-1]).contiguous()
         if match_engine:
             from megatron_fp8rl.kernels.triton import norm
 
-            y, rsigma_T = norm.rms_norm(x_TH, weight, eps)
+            y, rsigma_T = norm.rms_norm(x_TH, norm.one_plus(weight) if zero_centred else weight, eps)
         else:
-            y, _, rsigma_T = tex.rmsnorm_fwd(x_TH, weight, eps, None, None, TE_DType[x.dtype], 0, False)
+            y, _, rsigma_T = tex.rmsnorm_fwd(x_TH, weight, eps, None, None, TE_DType[x.dtype], 0, zero_centred)
         ctx.save_for_backward(x_TH, weight, rsigma_T)
+        ctx.zero_centred = zero_centred
         ctx.set_materialize_grads(False)
         return (y.view(x.shape), x) if with_input else y.view(x.shape)
 
@@ -41,25 +42,27 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, of_stream: Tensor | None = None) -> tuple:
         x_TH, weight, rsigma_T = ctx.saved_tensors
         if grad is None:
-            return of_stream, None, None, None, None
+            return of_stream, None, None, None, None, None
         grad_TH = grad.reshape(x_TH.shape).contiguous()
         if of_stream is None:
-            dx, dweight = tex.rmsnorm_bwd(grad_TH, x_TH, rsigma_T, weight, 0, False)
+            dx, dweight = tex.rmsnorm_bwd(grad_TH, x_TH, rsigma_T, weight, 0, ctx.zero_centred)
         else:
             add_TH = of_stream.reshape(x_TH.shape).contiguous()
-            dx, dweight = tex.rmsnorm_bwd_add(grad_TH, x_TH, add_TH, rsigma_T, weight, 0, False)
-        return dx.view(grad.shape), dweight, None, None, None
+            dx, dweight = tex.rmsnorm_bwd_add(grad_TH, x_TH, add_TH, rsigma_T, weight, 0, ctx.zero_centred)
+        return dx.view(grad.shape), dweight, None, None, None, None
 
 
-def te_rms_norm(x: Tensor, weight: Tensor, eps: float, *, with_input: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+def te_rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, with_input: bool = False, zero_centred: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
     """x [..., H] over the root mean square of its last axis, times weight [H], in the dtype of x.
 
-    ``with_input``: also return x, for the residual stream."""
-    return _RmsNorm.apply(x, weight, eps, False, with_input)
+    ``with_input``: also return x, for the residual stream. ``zero_centred``: multiply by 1 + weight."""
+    return _RmsNorm.apply(x, weight, eps, False, with_input, zero_centred)
 
 
 def batch_invariant_rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, with_input: bool = False
+    x: Tensor, weight: Tensor, eps: float, *, with_input: bool = False, zero_centred: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """RMSNorm bitwise equal to an engine under ``engine.batch_invariant``; BF16 only. ``with_input`` as above."""
-    return _RmsNorm.apply(x, weight, eps, True, with_input)
+    """RMSNorm bitwise equal to an engine under ``engine.batch_invariant``; BF16 only. Options as above."""
+    return _RmsNorm.apply(x, weight, eps, True, with_input, zero_centred)

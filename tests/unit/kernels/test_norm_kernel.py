@@ -61,6 +61,14 @@ def test_bits_follow_from_integers(shape):
 
 
 @in_interpreter
+def test_zero_centred_weights_are_added_to_one_in_float32():
+    from megatron_fp8rl.kernels.triton.norm import one_plus, rms_norm
+
+    x, weight = numbers(5, 320), (weight_of(320) / 100).bfloat16()
+    assert torch.equal(rms_norm(x, one_plus(weight), EPS)[0], normed(x, 1 + weight.float()))
+
+
+@in_interpreter
 def test_heads_of_a_wider_tensor():
     from megatron_fp8rl.kernels.triton.norm import rms_norm
 

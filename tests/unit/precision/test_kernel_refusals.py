@@ -58,7 +58,7 @@ def build(cfg: RunConfig, generation: Generation, monkeypatch) -> list[Violation
         patch.setattr(trainer, "transformer_config", lambda *_: None)
         patch.setattr(trainer, "model_parallel_cuda_manual_seed", lambda *_, **__: None)
         patch.setattr(
-            "megatron_fp8rl.trainer.model.layers._norm", lambda kernel: torch.rms_norm
+            "megatron_fp8rl.trainer.model.layers._norm", lambda kernel, zero_centred: torch.rms_norm
         )  # imports what is not here
         patch.setattr("megatron_fp8rl.rollout.fleet.local_hardware", lambda: hardware)
         patch.setattr("megatron_fp8rl.rollout.fleet.LocalReplicas", start)
@@ -282,12 +282,16 @@ def test_families_of_whole_blocks_are_exact_on_a_gpu(model):
     assert fields == ([] if model.family == "glm4_moe" else ["--engine.tensor"])
 
 
-def test_other_routers_and_norms_are_inexact_on_a_gpu():
-    from megatron_fp8rl.precision.kernel_choice import refusals
+def test_other_routers_are_inexact_on_a_gpu_and_gemma_is_exact_where_that_is_asked():
+    from megatron_fp8rl.precision.kernel_choice import choose, refusals
 
     unbiased = replace(GLM, **_BLOCKS, router=replace(GLM.router, correction_bias=False))
-    for model, field in ((unbiased, "--model.router.score"), (replace(GEMMA3, **_BLOCKS), "--model.family")):
-        assert field in [violation.field for violation in refusals(replace(EXACT, model=model), Hardware("hopper"))]
+    (wrong,) = refusals(replace(EXACT, model=unbiased), Hardware("hopper"))
+    assert wrong.field == "--model.router.score"
+    gemma = replace(EXACT, model=replace(GEMMA3, **_BLOCKS), engine=replace(EXACT.engine, kv_cache_dtype="fp8"))
+    assert not refusals(gemma, Hardware("hopper"))
+    auto = choose(replace(gemma, precision=replace(gemma.precision, exact="auto")), Hardware("hopper"))
+    assert auto.exact == "off" and "Gemma 3 are not measured" in auto.reasons["exact"]
 
 
 def test_auto_is_exact_on_a_gpu_with_norms_of_outputs_and_one_gpu_per_engine():

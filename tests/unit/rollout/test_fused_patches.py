@@ -19,8 +19,8 @@ class Layers:
     """Modules of vLLM without their constructors, which need a GPU; ``calls`` has shapes that vLLM's kernel got."""
 
     def __init__(self, monkeypatch, is_aligned: bool):
-        from vllm.model_executor.layers.activation import SiluAndMul
-        from vllm.model_executor.layers.layernorm import RMSNorm
+        from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+        from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
         from vllm.model_executor.layers.minimax_rms_norm import MiniMaxText01RMSNormTP
         from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 
@@ -39,7 +39,8 @@ class Layers:
 
         monkeypatch.setattr(QuantFP8, "forward_cuda", quantize)
         monkeypatch.setattr(SiluAndMul, "forward_cuda", swiglu)
-        monkeypatch.setattr(RMSNorm, "forward_cuda", RMSNorm.forward_cuda)
+        for kind in (RMSNorm, GemmaRMSNorm, GeluAndMul):
+            monkeypatch.setattr(kind, "forward_cuda", kind.forward_cuda)
         unsplit = vars(MiniMaxText01RMSNormTP)["forward_qkv"]
         monkeypatch.setattr(MiniMaxText01RMSNormTP, "forward_qkv", unsplit)
         patches_fused.fuse_norms(BLOCKWISE_POW2)
@@ -58,6 +59,7 @@ class Layers:
             return layer
 
         self.norm, self.swiglu, self.heads = norm, bare(SiluAndMul), MiniMaxText01RMSNormTP
+        self.gemma, self.geglu = bare(GemmaRMSNorm, variance_epsilon=1e-6), bare(GeluAndMul, approximate="tanh")
         form = {"is_group_quant": True, "static": False, "group_size": 128, "column_major_scales": True}
         self.quantize = bare(QuantFP8, **form, tma_aligned_scales=is_aligned)
 
@@ -121,6 +123,20 @@ def test_heads_are_normed_where_they_lie(monkeypatch):
     norm, projection = layers.norm(64), numbers(3, 6 * 64)
     heads = projection[:, 64:256].unflatten(1, (3, 64))
     assert torch.equal(norm.forward_cuda(heads), rms_norm(heads.contiguous(), norm.weight.data, 1e-6)[0])
+
+
+@in_interpreter
+def test_gemmas_norm_multiplies_by_one_plus_its_weight_and_its_feed_forward_rounds_twice(monkeypatch):
+    from megatron_fp8rl.kernels.triton.norm import rms_norm
+
+    layers, x, stream = Layers(monkeypatch, True), numbers(5, 256), numbers(5, 256, seed=1)
+    layers.gemma.weight = torch.nn.Parameter(numbers(256, seed=2) / 4)
+    expected, _ = rms_norm(x + stream, 1 + layers.gemma.weight.data.float(), 1e-6)
+    out, _ = layers.gemma.forward_cuda(x, stream)
+    assert torch.equal(out, expected)
+    assert_quantized(layers.quantize.forward_cuda(out), out)
+    gate, up = x.chunk(2, -1)
+    assert torch.equal(layers.geglu.forward_cuda(x), torch.nn.functional.gelu(gate, approximate="tanh") * up)
 
 
 @in_interpreter

@@ -43,14 +43,15 @@ def test_a_norm_of_all_heads_of_a_rank_is_computed_as_other_norms():
     assert calls == [((5, 1, 24), 1e-6)]
 
 
-def test_gradients_of_a_norm_and_its_stream_are_added(monkeypatch):
+@pytest.mark.parametrize("zero_centred", [False, True])
+def test_gradients_of_a_norm_and_its_stream_are_added(zero_centred, monkeypatch):
     fake_te.install(monkeypatch)
     from megatron_fp8rl.trainer.model.norm import te_rms_norm
 
     x, up, stream = (torch.randn(50, 4, 320) for _ in range(3))
     x, weight = x.requires_grad_(), (1 + torch.randn(320) / 4).requires_grad_()
-    y, same = te_rms_norm(x, weight, 1e-6, with_input=True)
-    expected = torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
+    y, same = te_rms_norm(x, weight, 1e-6, with_input=True, zero_centred=zero_centred)
+    expected = torch.nn.functional.rms_norm(x, weight.shape, weight + zero_centred, 1e-6)
     assert torch.equal(same, x)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
     for actual, wanted in [((y, same), (expected, x)), ((y,), (expected,)), ((same,), (x,))]:
