@@ -79,7 +79,6 @@ _REPLAY = "--algo.router_replay rollout --engine.record_routed_experts True"
 EXPERTS = {
     "moe_bf16": ("BF16", style.BLUE, f"{_BF16} {_EXPERTS}"),
     "moe_fp8": ("FP8", style.GREEN, f"{_FP8} {_EXPERTS}"),
-    "moe_fp8_mask": ("FP8, sequence mask", style.SKY, f"{_FP8} {_MASK} {_EXPERTS}"),
     "moe_replay": ("FP8, router replay", style.PURPLE, f"{_FP8} {_REPLAY} {_EXPERTS}"),
     "moe_exact": ("exact, BF16 cache", style.RED, f"--precision.exact True {_EXPERTS}"),
 }
