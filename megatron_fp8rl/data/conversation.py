@@ -198,6 +198,10 @@ class ChatFormat:
                     f"the chat template leaves out or changes a message of role {role!r}: {content[:60]!r}; {remedy}"
                 )
                 raise LeftOutError(problem, text)
+            if role not in _ROLES and not self.writes(str(role)):  # it only repeats the word
+                raise ConversationError(
+                    f"the chat template does not know the role {role!r} of a message; use one of {', '.join(_ROLES)}"
+                )
         return text
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:

@@ -161,6 +161,15 @@ def test_a_template_that_leaves_out_a_message_is_refused(role):
         chat_of(drops).begin(messages)
 
 
+@pytest.mark.parametrize("role", ["function_call", "chatgpt", "Assistant"])
+def test_a_role_that_a_template_only_repeats_is_refused(role):
+    messages = [{"role": "user", "content": "2?"}, {"role": role, "content": "f()"}, {"role": "user", "content": "?"}]
+    with pytest.raises(ConversationError, match=f"does not know the role '{role}' of a message; use one of system, "):
+        chat_of(CHATML).begin(messages)
+    knows = chat_of(CHATML.replace("{% for", f"{{# {role} #}}{{% for", 1))
+    assert f"<|im_start|>{role}\nf()<|im_end|>" in knows.begin(messages).text
+
+
 def test_messages_that_are_rendered_already_are_found():
     chat = chat_of(CHATML)
     assert not chat.has_markers([{"role": "user", "content": "a <b> <eos> c"}])
