@@ -24,6 +24,8 @@ _PROMPTS = ("prompt", "question", "problem", "messages", "conversations", "query
 _ANSWERS = (
     "answer reward_model.ground_truth ground_truth final_answer target label solution output completion response"
 ).split()
+_TALKS = ("messages", "conversations")  # read first where rows are learned as they are
+_LEARNED = ("completion", "response", "output", "solution")  # there before a reference answer or a label
 _REPLIES = ("completion", "response")  # answers that stay in the metadata, where rewards of older runs expect them
 _SYSTEM = ("system_prompt", "system_message")
 _ROLES = {"human": "user", "gpt": "assistant"}  # names used in "conversations"
@@ -113,25 +115,32 @@ class Columns:
 
 
 def find_columns(
-    row: Mapping[str, Any], *, prompt: str = "", answer: str = "", template: str = "", is_choice: bool = False
+    row: Mapping[str, Any],
+    *,
+    prompt: str = "",
+    answer: str = "",
+    template: str = "",
+    is_choice: bool = False,
+    is_learned: bool = False,
 ) -> Columns:
     """Find the columns of rows like this one; ``prompt`` and ``answer`` override the names. Raises ColumnError.
 
     The input of an instruction belongs to the prompt, unless ``prompt`` is set or ``template`` has a field for one.
     ``is_choice``: the reward compares letters, so that an integer answer beside a list ``choices`` is converted.
+    ``is_learned``: rows are learned as they are, so that whole conversations and long answers come first.
     """
     names = {name: None for name in row}
     listed = ", ".join(names) or "none"
     for field, name in (("prompt_column", prompt), ("answer_column", answer)):
         if name and lookup(row, name) is None and name.partition(".")[0] not in names:
             raise ColumnError(f"{field} = {name!r} is no column{near_matches(name, names)} (columns: {listed})")
-    prompt_column = prompt or _first(row, _PROMPTS)
+    prompt_column = prompt or _first(row, (*_TALKS, *_PROMPTS) if is_learned else _PROMPTS)
     if prompt_column is None:
         raise ColumnError(f"no known prompt column; set prompt_column (columns: {listed})")
     inputs = () if prompt else _inputs_of(row, prompt_column)
     if _fields(template) & {prompt_column, *inputs}:  # the template puts them together
         prompt_column, inputs = _first(row, ("input",)) or prompt_column, ()
-    answer_column = answer or _first(row, _ANSWERS, but=prompt_column)
+    answer_column = answer or _first(row, (*_LEARNED, *_ANSWERS) if is_learned else _ANSWERS, but=prompt_column)
     options = _first(row, ("choices",)) or ""
     is_counted = is_choice and answer_column is not None and _index(lookup(row, answer_column)) is not None
     counts = options if is_counted and isinstance(row.get(options), list) else ""

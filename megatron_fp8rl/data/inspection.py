@@ -165,7 +165,7 @@ def inspect_training_rows(
         title = f"{key}, held out" if is_held_out else key
         num_seen = num_rows if num_rows <= _ALL_UP_TO else _SAMPLE
         usable, dropped, first, num_equal, num_conflicts = [], [], None, 0, 0
-        rows.num_rendered, rows.ignored = 0, set()
+        rows.num_rendered, rows.ignored, rows.columns = 0, set(), {}
         for index in (int(i * num_rows / num_seen) for i in range(num_seen)):
             try:
                 samples = rows.samples(key, index, held_out=is_held_out)
@@ -195,6 +195,7 @@ def inspect_training_rows(
             ignored=tuple(sorted(rows.ignored)),
         )
         lines.append(f"{title}: {num_rows:,} {'pairs' if rows.is_pairs else 'conversations'}")
+        lines += [f"  columns {', '.join(map(repr, rows.columns))}"] if rows.columns else []
         if usable:
             share = sum(sample.num_loss_tokens for sample in usable) / sum(lengths)
             bars = _histogram(lengths)

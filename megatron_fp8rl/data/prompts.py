@@ -32,7 +32,7 @@ from megatron_fp8rl.data.tokenizer import encode, end_ids
 from megatron_fp8rl.data.unchanged import DataFile, digest_of
 from megatron_fp8rl.envs.environment import Problem, build_environment, environments_by_key, render
 from megatron_fp8rl.envs.rewards.configured import reference_problem
-from megatron_fp8rl.envs.source_kind import has_rows
+from megatron_fp8rl.envs.source_kind import has_rows, is_supervised
 from megatron_fp8rl.types import Prompt
 
 _HELD_OUT_ONE_IN = 8
@@ -53,13 +53,14 @@ class TooFewProblemsError(ValueError):
 class RowSource:
     """The rows of one source as problems."""
 
-    def __init__(self, cfg: EnvironmentConfig, dataset: str):
-        """``dataset``: ``cfg.dataset``, or ``cfg.eval``. Raises FileNotFoundError, ColumnError or ValueError."""
+    def __init__(self, cfg: EnvironmentConfig, dataset: str, *, is_learned: bool = False):
+        """``dataset``: ``cfg.dataset``, or ``cfg.eval``. ``is_learned``: rows are learned as they are. Raises
+        FileNotFoundError, ColumnError or ValueError."""
         self.rows: Rows = open_rows(dataset, cfg.options)
         self.dataset = dataset
         if not len(self.rows):
             raise ValueError(f"{dataset} has no rows")
-        self.columns = self._find_columns(cfg)
+        self.columns = self._find_columns(cfg, is_learned)
         features = getattr(self.rows, "features", None) or {}  # of a Parquet file, or of the hub
         self._is_fp32 = getattr(features.get(self.columns.answer), "dtype", "") == "float32"
 
@@ -84,7 +85,7 @@ class RowSource:
         epoch, place = divmod(ordinal, len(self.rows))
         return int(_permutation(len(self.rows), f"{seed}/epoch {epoch}")[place])
 
-    def _find_columns(self, cfg: EnvironmentConfig) -> Columns:
+    def _find_columns(self, cfg: EnvironmentConfig, is_learned: bool) -> Columns:
         """The columns of the first usable row."""
         failure: ValueError | None = None
         for index in range(min(_NUM_TRIED, len(self.rows))):
@@ -97,6 +98,7 @@ class RowSource:
                     answer=cfg.answer_column,
                     template=cfg.template,
                     is_choice=any(reward.function == "choice" for reward in cfg.rewards),
+                    is_learned=is_learned,
                 )
             except (RowError, ColumnError) as error:
                 failure = failure or type(error)(f"{self.dataset}: row {index}: {error}")
@@ -114,6 +116,7 @@ class ProblemSource:
         *,
         vocab_size: int,
         seed: int,
+        learns_rows: bool = False,
     ):
         num_ids = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))  # ids may have gaps
         if num_ids > vocab_size:
@@ -132,13 +135,21 @@ class ProblemSource:
         self._max_prompt_tokens, self._seed = sampling.max_prompt_tokens, seed
         self.configs = environments_by_key(data.environments)
         rows = {key: env for key, env in self.configs.items() if has_rows(env.dataset)}
-        self.rows = {key: RowSource(env, env.dataset) for key, env in rows.items()}
-        self.held_out_rows = {key: RowSource(env, env.eval) for key, env in rows.items() if env.eval}
+        self.rows = {key: RowSource(env, env.dataset, is_learned=learns_rows) for key, env in rows.items()}
+        held_out = {key: env for key, env in rows.items() if env.eval}
+        self.held_out_rows = {key: RowSource(env, env.eval, is_learned=learns_rows) for key, env in held_out.items()}
         self.environments = {key: build_environment(env) for key, env in self.configs.items() if key not in rows}
 
     @classmethod
     def from_run(cls, cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ProblemSource:
-        return cls(cfg.data, cfg.sampling, tokenizer, vocab_size=cfg.model.vocab_size, seed=cfg.seed)
+        return cls(
+            cfg.data,
+            cfg.sampling,
+            tokenizer,
+            vocab_size=cfg.model.vocab_size,
+            seed=cfg.seed,
+            learns_rows=is_supervised(cfg),
+        )
 
     def draw(self, stream: str, position: int) -> tuple[str, Problem]:
         """(source, training problem) at a position of a named stream. Raises RowError for an unusable row."""

@@ -55,6 +55,7 @@ class TrainingRows:
         self._dropped = DroppedLog(Path(cfg.run_dir) if log else None, cfg.data.max_dropped)
         self.position = 0
         self.num_rendered = 0  # conversations with special tokens of the chat template in a message
+        self.columns: dict[str, None] = {}  # of prompts and answers that were read, in order
         self.ignored: set[str] = set()  # fields of messages that the chat template does not write
 
     @property
@@ -119,10 +120,12 @@ class TrainingRows:
         if isinstance(value, Sequence) and not isinstance(value, str):
             messages = _normalized(value, columns.prompt)
             if messages[-1]["role"] == "assistant" or columns.answer is None:
+                self.columns[columns.prompt] = None
                 return self._begun(key, row, messages)
         if columns.answer is None:
             raise RowError(f"{columns.prompt} is text, and no column has its answer; set answer_column")
         prompt = self._source._messages(key, columns.problem(row))
+        self.columns |= dict.fromkeys((columns.prompt, *(i for i in columns.inputs if i in row), columns.answer))
         return [*prompt, *_answer(lookup(row, columns.answer), columns.answer)]
 
     def _pair(self, key: str, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Messages]]:

@@ -110,6 +110,11 @@ def test_a_template_that_drops_earlier_reasoning_gives_a_sample_for_each_turn(tm
         ({"prompt": "1+1?", "completion": "2"}, {}),
         ({"prompt": [{"role": "user", "content": "1+1?"}], "completion": [{"role": "assistant", "content": "2"}]}, {}),
         ({"instruction": "1+1?", "input": "", "output": "2"}, {}),
+        ({"problem": "1+1?", "solution": "2", "answer": "B"}, {}),
+        ({"prompt": "1+1?", "completion": "2", "label": True}, {}),
+        ({"problem": "1?", "solution": "3", "answer": "3", "messages": CHAT[1:3]}, {}),
+        ({"prompt": "1?", "messages": CHAT[1:2], "response": "2", "answer": "B"}, {}),
+        ({"question": "1+1?", "solution": "3", "answer": "2"}, {"answer_column": "answer"}),
         ({"ask": "1+1?", "reply": 2}, {"prompt_column": "ask", "answer_column": "reply"}),
     ],
 )
@@ -298,6 +303,12 @@ def test_held_out_and_rendered_conversations_are_counted(tmp_path):
         "store messages, or set --data.chat_template False",
         "2 held-out rows of rows are training rows, too",
     ]
+
+
+def test_the_columns_that_are_learned_are_told(tmp_path):
+    rows = rows_of(tmp_path, PLAIN_CHATML, {"problem": "1+1?", "answer": "2", "solution": "It is 2", "messages": None})
+    lines, _ = inspect_training_rows(config(tmp_path, prompt_column="problem"), rows._source.tokenizer)
+    assert "  columns 'problem', 'solution'" in lines
 
 
 def test_pairs_with_exchanged_sides_are_counted(tmp_path):
