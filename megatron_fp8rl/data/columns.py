@@ -150,8 +150,8 @@ def find_columns(
 
 def _messages_before(row: Mapping[str, Any], used: Collection[str]) -> tuple[str, str]:
     """The columns with a system prompt and with earlier messages, unless the template uses them; "" if there is none.
-    ``system`` counts beside an instruction, messages or a history, as in files for LLaMA-Factory."""
-    beside = ("instruction", "messages", "conversations", "history")
+    ``system`` counts beside an instruction, messages, a history or pairs, as in files for LLaMA-Factory."""
+    beside = ("instruction", "messages", "conversations", "history", "chosen")
     names = (*_SYSTEM, "system") if _first(row, beside) else _SYSTEM
     system, history = _first(row, names) or _SYSTEM[0], _first(row, ("history",)) or "history"  # later rows may have it
     system = system if isinstance(row.get(system), str | None) and system not in used else ""

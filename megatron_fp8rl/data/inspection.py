@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jinja2.exceptions import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
@@ -41,6 +42,12 @@ _SHOWN = 2_000  # characters of the first prompt
 _END_SHOWN = 100  # characters of the end of a first prompt, in one line
 _QUESTION = "1 1 1"
 _LETTERS = "ABCDEFGHIJ"
+_OPTIONS = ("choices", "options")  # columns with the texts that letters choose
+# Columns whose text may belong before the question -> what puts it there.
+_BEFORE = {
+    "history": "add {history} to template",
+    "system": "if it is a system prompt, rename the column to 'system_prompt'",
+}
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_BARS = 12
 
@@ -62,6 +69,7 @@ class SourceReport:
     held_out_dropped: tuple[tuple[str, str], ...] = ()  # (held-out row, reason)
     num_conflicts: int = 0  # rows whose prompt an earlier row has, with another reference answer or exchanged sides
     num_rendered: int = 0  # rows that contain special tokens of the chat template
+    is_choice: bool = False  # whether a reward compares letters
     lacks_tools: bool = False  # whether rows have tools, which no prompt shows
     ignored: tuple[str, ...] = ()  # fields of messages that the chat template or the prompt does not write
 
@@ -93,14 +101,18 @@ class SourceReport:
             reader = "neither the chat template nor the loss uses" if self.columns is None else "no prompt shows"
             yield f"messages of {self.key} have {names}, which {reader}"
         for prompt in self.prompts[:1]:
-            history = prompt.metadata.get("history")
-            if isinstance(history, str) and history.strip() and history.strip() not in prompt.text:
-                yield f"the prompts of {self.key} lack the text in 'history'; add {{history}} to template"
-        column = self.columns.counts if self.columns is not None else ""
-        for prompt in self.prompts[:1] if column else ():
-            if not all(str(option) in prompt.text for option in prompt.metadata[column]):
-                template = rf"{{question}}\nA. {{{column}[0]}}\nB. {{{column}[1]}}"
-                yield f"the prompts of {self.key} lack the options in {column!r}; set template to {template} and so on"
+            for column, remedy in _BEFORE.items():
+                value = prompt.metadata.get(column)
+                if isinstance(value, str) and value.strip() not in prompt.text:
+                    yield f"the prompts of {self.key} lack the text in {column!r}; {remedy}"
+            for column in _OPTIONS if self.is_choice else ():
+                options = dict(_texts(column, prompt.metadata.get(column)))
+                if any(text not in prompt.text for text in options.values()):
+                    template = r"{question}" + "".join(rf"\n{x}. {{{y}}}" for x, y in zip("AB", options, strict=False))
+                    yield (
+                        f"the prompts of {self.key} lack the options in {column!r}; set template to {template} "
+                        "and so on"
+                    )
 
     def lines(self, whole: bool = False) -> Iterator[str]:
         """Console lines: size, columns, length histogram, skipped rows, first prompt (with ``whole``, all of it)."""
@@ -133,6 +145,19 @@ class SourceReport:
             answer = f" -> {prompt.answer[:60]!r}" if prompt.answer else " (no reference answer)"
             cut = "..." if len(prompt.text) > _END_SHOWN else ""
             yield f"  first: {cut}{prompt.text[-_END_SHOWN:]!r}{answer}"
+
+
+def _texts(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    """The texts of a column with their template fields: of a list, an object by letters, or one with a list "text"."""
+    if isinstance(value, dict):
+        inner = {"text": value["text"]} if "text" in value else value
+    else:
+        inner = dict(enumerate(value)) if isinstance(value, list) else {}
+    for key, part in inner.items():
+        if isinstance(part, dict | list):
+            yield from _texts(f"{path}[{key}]", part)
+        elif part is not None:
+            yield f"{path}[{key}]", str(part)
 
 
 def _whole(prompt: Prompt) -> Iterator[str]:
@@ -466,6 +491,7 @@ def _inspect(source: ProblemSource, key: str) -> SourceReport:
         held_out_dropped=tuple(_unusable(source, key, held_out)) if held_out else (),
         num_conflicts=num_conflicts if any(map(needs_answers, cfg.rewards)) else 0,
         num_rendered=num_rendered,
+        is_choice=any(reward.function == "choice" for reward in cfg.rewards),
         lacks_tools=has_tools and not cfg.agent,
         ignored=tuple(sorted(ignored)),
     )

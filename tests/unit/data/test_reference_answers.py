@@ -127,6 +127,24 @@ def test_a_prompt_without_the_choices_is_a_warning(tmp_path, question):
 
 
 @pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ({"options": ["Ann", "Bob"]}, ("options[0]", "options[1]")),  # MMLU-Pro
+        ({"choices": {"text": ["Ann", "Bob"], "label": ["A", "B"]}}, ("choices[text][0]", "choices[text][1]")),  # ARC
+        ({"options": {"A": "Ann", "B": "Bob", "C": None}}, ("options[A]", "options[B]")),  # MedQA
+    ],
+)
+def test_options_of_every_shape_belong_into_the_prompt(tmp_path, options, fields):
+    rows = [{"question": "Who?", "answer": "B", **options}]
+    template = rf"{{question}}\nA. {{{fields[0]}}}\nB. {{{fields[1]}}}"
+    _, report = report_of(tmp_path, rows, template="{question}")
+    (warning,) = report.warnings()
+    assert warning.endswith(f"lack the options in {next(iter(options))!r}; set template to {template} and so on")
+    _, report = report_of(tmp_path, rows, template=template.replace(r"\n", "\n"))
+    assert report.prompts[0].text == "Who?\nA. Ann\nB. Bob" and list(report.warnings()) == []
+
+
+@pytest.mark.parametrize(
     ("answer", "reward", "learned"),
     [
         (["2.0", "2"], "number", "2.0"),

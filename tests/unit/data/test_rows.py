@@ -601,6 +601,13 @@ class TestMessagesBeforeThePrompt:
         assert self.prompts(tmp_path, rows, template="{history} {question}") == ["[u:We had 1. 2]"]
         assert list(self.report.warnings()) == []
 
+    def test_a_system_prompt_that_may_be_another_column_is_mentioned(self, tmp_path):
+        rows = [{"question": "2", "system": "Be brief."}]
+        assert self.prompts(tmp_path, rows) == ["[u:2]"]
+        assert list(self.report.warnings()) == [
+            "the prompts of a lack the text in 'system'; if it is a system prompt, rename the column to 'system_prompt'"
+        ]
+
 
 def test_images_beside_the_text_are_refused(tmp_path):
     rows = [{**row, "images": ["a.png"] if i else []} for i, row in enumerate(ROWS)]

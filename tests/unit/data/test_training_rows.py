@@ -139,6 +139,7 @@ SYSTEM = {"role": "system", "content": "Be short."}
         {"prompt": CHAT[1:2], "chosen": "2", "rejected": "3", "system_prompt": "Be short."},
         {"chosen": CHAT[1:3], "rejected": [CHAT[1], CHAT[4]], "system_prompt": "Be short."},
         {"instruction": "1+1?", "chosen": "2", "rejected": "3", "system": "Be short.", "prompt": "1+1?"},
+        {"prompt": "1+1?", "chosen": "2", "rejected": "3", "system": "Be short."},
     ],
 )
 @pytest.mark.parametrize("where", ["row", "source"])
