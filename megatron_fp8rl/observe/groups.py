@@ -10,6 +10,7 @@ from megatron_fp8rl.observe.metrics import key_part
 from megatron_fp8rl.types import IS_RIGHT, Completion, Rollout, RolloutGroup
 
 FULL_REWARD = 1.0
+ACCEPTANCE = "speculation/acceptance/mean"
 _COMPARING = ("exact", "number", "choice", "math", "code")
 _WITHOUT_MEANING = frozenset(("length", "model"))
 
@@ -146,7 +147,7 @@ def _draft_metrics(by_rollout: Sequence[Sequence[Completion]]) -> dict[str, floa
         return {}
     num_tokens = sum(len(completion.token_ids) for completion in completions)
     return {
-        "speculation/acceptance/mean": num_accepted / num_drafts,
+        ACCEPTANCE: num_accepted / num_drafts,
         "speculation/tokens_per_step/mean": num_tokens / max(1, num_tokens - num_accepted),
     }
 

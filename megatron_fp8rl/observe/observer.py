@@ -31,7 +31,7 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.checkpoint_dir import errors_name, sync_to_disk
 from megatron_fp8rl.kernels import compile_cache
 from megatron_fp8rl.observe.display import Display, make_display
-from megatron_fp8rl.observe.groups import evaluation_metrics, group_metrics
+from megatron_fp8rl.observe.groups import ACCEPTANCE, evaluation_metrics, group_metrics
 from megatron_fp8rl.observe.metrics import check_keys
 from megatron_fp8rl.observe.recording import FOLDER, RolloutWriter
 from megatron_fp8rl.observe.records import last_step, truncate_from, write_json
@@ -254,10 +254,15 @@ class StepLog:
         self.metrics.update({key: float(value) for key, value in metrics.items()})
 
     def groups(self, groups: Sequence[RolloutGroup]) -> None:
-        """Add reward, length and version metrics of the step's groups, and record the groups."""
-        if self._observer.is_writer:
-            self.update(group_metrics(groups))
-            self._observer.record_groups(self.step, groups)
+        """Add reward, length and version metrics of the step's groups, and record the groups. Warn if engines with a
+        prediction layer verified no draft: it then costs memory and time, and saves nothing."""
+        if not self._observer.is_writer:
+            return
+        self.update(group_metrics(groups))
+        self._observer.record_groups(self.step, groups)
+        if self._observer.cfg.engine.speculation == "mtp" and groups and ACCEPTANCE not in self.metrics:
+            text = "the engines verified no draft of the prediction layer; --engine.speculation none saves its cost"
+            self._observer.warn(f"step {self.step}: {text}")
 
     def evaluation(self, groups: Sequence[RolloutGroup]) -> None:
         """Add metrics of held-out problems. Their groups are not recorded: a replay must not train on them."""

@@ -25,7 +25,7 @@ from megatron_fp8rl.observe.spans import add_seconds, span
 from megatron_fp8rl.report import run_report
 from megatron_fp8rl.report.compare import compare_runs
 from megatron_fp8rl.report.run_report import write_report
-from megatron_fp8rl.types import PublishReport
+from megatron_fp8rl.types import PublishReport, single_turn
 
 
 def test_a_step_is_one_line_with_everything_that_was_logged(tmp_path):
@@ -76,6 +76,22 @@ def test_the_first_update_is_timed_from_the_command_and_compiling_in_each_step(t
     assert 50 < lines[1]["time/first_update/s"] < 100
     assert [line.get("time/compile/s") for line in lines] == [2.0, 3.0, None]
     assert not any("time/first_update/s" in line for line in (lines[0], lines[2]))
+
+
+def test_a_step_whose_engines_verified_no_draft_has_a_warning(tmp_path):
+    cfg = make_config()
+    with Observer(replace(cfg, engine=replace(cfg.engine, speculation="mtp")), True, tmp_path) as observer:
+        for step in (1, 2):
+            (group,) = make_groups(step=step)
+            if step == 2:
+                rollout = group.rollouts[0]
+                drafted = replace(rollout.completions[0], num_draft_tokens=4, num_accepted_tokens=1)
+                rollout = replace(rollout, branches=single_turn(rollout.prompt, drafted))
+                group = replace(group, rollouts=(rollout,))
+            with observer.step(step) as log:
+                log.groups([group])
+    (details,) = read_json_lines(tmp_path / "details.jsonl")
+    assert details["step"] == 1 and "verified no draft" in details["warnings"][0]
 
 
 def test_means_over_several_updates_are_means_over_their_tokens(tmp_path):
