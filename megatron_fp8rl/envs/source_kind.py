@@ -13,6 +13,7 @@ Kind = Literal["rows", "hub", "class", "generator"]
 HUB, CLASS = "hub:", "env:"
 VERIFIERS = "verifiers:"  # a taskset of that library, on the command line
 SUPERVISED = ("sft", "dpo")  # values of algo.loss
+_SPLIT = re.compile(r"(?:train|test|valid(?:ation)?|val|dev|eval)(?![a-z])", re.IGNORECASE)  # begins a name
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
 
 
@@ -61,8 +62,8 @@ def short_name(dataset: str) -> str:
 
 
 def files_of(dataset: str) -> list[Path]:
-    """The sorted files of a source of rows. A folder written by ``datasets.save_to_disk`` counts as one file. Raises
-    FileNotFoundError with near matches."""
+    """The sorted files of a source of rows. A folder written by ``datasets.save_to_disk`` counts as one file, and
+    hidden files do not count. Raises FileNotFoundError with near matches, or if the files are of several splits."""
     path = Path(dataset).expanduser()
     if glob.has_magic(str(path)):
         files = [Path(name) for name in glob.glob(str(path), recursive=True) if name.endswith(SUFFIXES)]
@@ -70,10 +71,15 @@ def files_of(dataset: str) -> list[Path]:
         if is_saved(path):
             return [path]
         files = [file for file in path.rglob("*") if file.name.endswith(SUFFIXES)]
+        files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     else:
         files = [path] if path.is_file() and path.name.endswith(SUFFIXES) else []
     if not files:
         raise FileNotFoundError(f"{dataset}: {_why_nothing(path)}")
+    names = {part for file in files for part in (file.relative_to(path).parts if path.is_dir() else (file.name,))}
+    splits = sorted({match[0].lower() for name in names if (match := _SPLIT.match(name))})
+    if len(splits) > 1:
+        raise FileNotFoundError(f"{dataset}: has files of the splits {' and '.join(splits)}; name those of one split")
     return sorted(files)
 
 

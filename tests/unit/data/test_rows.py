@@ -75,6 +75,19 @@ class TestFiles:
             rows = open_rows(str(name), {})
             assert [rows[i] for i in range(len(rows))] == ROWS
 
+    @pytest.mark.parametrize("names", [("train-0.jsonl", "test-0.jsonl"), ("train/a.jsonl", "validation/a.jsonl")])
+    def test_files_of_several_splits_are_not_joined(self, tmp_path, names):
+        for name in (*names, "training.jsonl", ".ipynb_checkpoints/test-0.jsonl"):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            write(tmp_path / name)
+        first, second = (name.replace("/", "-").partition("-")[0] for name in sorted(names))
+        message = f"has files of the splits {first} and {second}; name those of one split"
+        for name in (tmp_path, tmp_path / "*.jsonl")[: 2 - ("/" in names[0])]:
+            with pytest.raises(FileNotFoundError, match=message):
+                open_rows(str(name), {})
+        (tmp_path / names[1]).unlink()
+        assert len(open_rows(str(tmp_path), {})) == 2 * len(ROWS)  # without the hidden file
+
     def test_splits_of_a_saved_folder(self, tmp_path):
         import datasets
 
