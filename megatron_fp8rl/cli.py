@@ -107,11 +107,22 @@ def main(commands: Sequence[Command], argv: Sequence[str] | None = None) -> int:
     os.environ.update(pytorch_level())  # before any command imports PyTorch
     try:
         invocation = parse(arguments, by_name)
+        _refuse_repeated_lists(arguments, invocation)
     except (UsageError, ConfigError) as error:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)
         return 2
     command = by_name[invocation.command]
     return _dry_run(command, invocation) if invocation.dry_run else command.run(invocation)
+
+
+def _refuse_repeated_lists(arguments: Sequence[str], invocation: Invocation) -> None:
+    """Raise UsageError for a list that is typed twice: the last would replace the others."""
+    names = [word.partition("=")[0] for word in arguments if word.startswith("--")]
+    for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+        for known in (invocation.options, invocation.cfg):
+            with contextlib.suppress(AttributeError):
+                if isinstance(attrgetter(name[2:].replace("-", "_"))(known), tuple):
+                    raise UsageError(f"{name} is typed twice, and is a list; write all its values behind one {name}")
 
 
 def _dry_run(command: Command, invocation: Invocation) -> int:

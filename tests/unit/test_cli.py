@@ -191,6 +191,14 @@ def test_all_mistakes_are_reported_and_nothing_runs(capsys):
     assert "2 mistakes in the configuration" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["--sampling.stop_token_ids", "--sampling.stop-token-ids"])
+def test_a_list_that_is_typed_twice_is_refused(name, capsys):
+    words = ["demo", name, "2", "3", "--seed", "1", "--seed", "2"]
+    assert cli.main(list(COMMANDS.values()), words) == 3  # of other options the last one counts
+    assert cli.main(list(COMMANDS.values()), [*words, f"{name}=4"]) == 2
+    assert f"{name} is typed twice, and is a list; write all its values behind one {name}" in capsys.readouterr().err
+
+
 def test_main_runs_the_command_and_returns_its_status():
     assert cli.main(list(COMMANDS.values()), ["demo"]) == 3
 
