@@ -1,4 +1,4 @@
-"""Find prompt and answer of a row by its column names; all other columns are for rewards. Pure.
+"""Find prompt and answer of a row by its column names; rewards get the columns under their names, too. Pure.
 
 Known columns: GSM8K, DAPO-Math-17k, OpenR1-Math, MATH-500, AIME, verl's parquet files, Alpaca, Dolly, prompt and
 completion, and conversations. Messages may be JSON text, and their content a list of text parts.
@@ -26,7 +26,6 @@ _ANSWERS = (
 ).split()
 _TALKS = ("messages", "conversations")  # read first where rows are learned as they are
 _LEARNED = ("completion", "response", "output", "solution")  # there before a reference answer or a label
-_REPLIES = ("completion", "response")  # answers that stay in the metadata, where rewards of older runs expect them
 _SYSTEM = ("system_prompt", "system_message")
 _ROLES = {"human": "user", "gpt": "assistant"}  # names used in "conversations"
 _LOOKS_LIKE_MESSAGES = re.compile(
@@ -68,8 +67,7 @@ class Columns:
             messages = (*before, *(messages or ({"role": "user", "content": question},)))
         text = _letter(answer, row.get(self.counts), self.counts)
         last = after_hashes(text)
-        used = {name for name in (self.answer, "answer") if name and name.lower() not in _REPLIES}
-        used |= set() if any(name in row for name in self.inputs) else {self.prompt}
+        used = {"answer"} if isinstance(value, str) else {"answer", self.prompt}
         rest = {name: _as_json(value) for name, value in row.items() if name not in used}
         return Problem(
             question=question,

@@ -168,7 +168,7 @@ def _whole(prompt: Prompt) -> Iterator[str]:
     answer = repr(prompt.answer[:_SHOWN]) if prompt.answer else "none"
     yield f"  its reference answer: {answer}"
     if prompt.metadata:
-        yield f"  its other columns, for rewards and the template: {', '.join(prompt.metadata)}"
+        yield f"  its columns, for rewards and the template: {', '.join(prompt.metadata)}"
 
 
 def inspect_sources(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[SourceReport]:

@@ -241,7 +241,7 @@ class TestDryRunShowsTheData:
         "  first prompt, as the model reads it, 8 tokens:",
         "    | 0 + 1 =",
         "  its reference answer: '1'",
-        "  its other columns, for rewards and the template: level",
+        "  its columns, for rewards and the template: question, level",
         "train: reference answers score 1, empty answers 0",
     )
 

@@ -192,7 +192,7 @@ def test_columns_of_known_data_are_found(name):
         assert problem.metadata["full_answer"] == "Two.\n#### 2"
     if name in ("verl", "DAPO-Math-17k"):
         assert [message["role"] for message in problem.messages] == ["system", "user"]
-        assert "reward_model" in problem.metadata
+        assert "reward_model" in problem.metadata and "prompt" not in problem.metadata
 
 
 def test_the_columns_of_an_instruction_stay_for_templates_and_rewards():
@@ -204,7 +204,7 @@ def test_the_columns_of_an_instruction_stay_for_templates_and_rewards():
     assert find_columns(row).problem({"instruction": "Add."}).question == "Add."
     first = {"instruction": "Say 2.", "output": "2"}
     later = {"instruction": "Add.", "input": "1 + 1", "output": "2"}
-    assert find_columns(first).problem(first).metadata == {}
+    assert find_columns(first).problem(first).metadata == first
     assert find_columns(first).problem(later).question == "Add.\n\n1 + 1"
 
 
@@ -718,6 +718,15 @@ def test_a_reward_that_fails_for_every_answer_is_broken(tmp_path, has_answers):
     assert check_of(tmp_path, ROWS, f"{tmp_path}/r.py:negative").warnings() == []
     (tmp_path / "r.py").write_text("import no_such_package\ndef f(completion): return 1.0\n")
     assert check_of(tmp_path, rows, f"{tmp_path}/r.py:f").is_broken
+
+
+def test_a_reward_finds_the_columns_of_question_and_answer_by_their_names(tmp_path):
+    (tmp_path / "r.py").write_text(
+        "def f(completion, solution=None, question=''):\n"
+        "    return float((completion, solution, question) == ('2', 'Two. #### 2', '1 + 1 = '))\n"
+    )
+    rows = [{"question": "1 + 1 = ", "solution": "Two. #### 2"}] * 3
+    assert check_of(tmp_path, rows, f"{tmp_path}/r.py:f").reference == (1.0,) * 3
 
 
 def test_held_out_rows_that_cannot_be_used_are_counted_before_the_start(tmp_path):
