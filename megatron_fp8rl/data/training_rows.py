@@ -18,7 +18,16 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.data.columns import ColumnError, _decoded, as_message, lookup, require_text
+from megatron_fp8rl.data.columns import (
+    ColumnError,
+    Columns,
+    _decoded,
+    _first,
+    _inputs_of,
+    as_message,
+    lookup,
+    require_text,
+)
 from megatron_fp8rl.data.conversation import ChatFormat
 from megatron_fp8rl.data.dropped import DroppedLog, RowError, row_errors
 from megatron_fp8rl.data.prompts import ProblemSource, apportion
@@ -28,6 +37,8 @@ from megatron_fp8rl.types import Sample, Segment
 
 _MARKERS = re.compile(r"\{%-?\s*generation\b")  # transformers' tag around the tokens of the assistant
 _SIDES = ("chosen", "rejected")
+_PROMPTS = ("prompt", "question", "problem", "query", "instruction")  # of pairs
+_SCORES = ("score_{}", "{}_score", "{}_rating", "{}-rating")
 _LEARNED = ("tools", "tool_calls", "function_call", "reasoning_content", "thinking")  # lost without the template
 
 Messages = list[dict[str, Any]]
@@ -39,7 +50,7 @@ class TrainingRows:
     def __init__(self, cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, *, log: bool = False):
         """``log``: write rows that are left out to ``data/dropped.jsonl``; set it on one rank only."""
         self.is_pairs = cfg.algo.loss == "dpo"
-        self._prompt_columns = [source.prompt_column or "prompt" for source in cfg.data.environments]
+        self._prompt_columns = [source.prompt_column for source in cfg.data.environments]
         if self.is_pairs:
             sources = [replace(s, prompt_column="chosen", answer_column="rejected") for s in cfg.data.environments]
             cfg = replace(cfg, data=replace(cfg.data, environments=tuple(sources)))
@@ -130,25 +141,36 @@ class TrainingRows:
 
     def _pair(self, key: str, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Messages]]:
         """(messages of the prompt, answer by side)."""
-        column = self._prompt_columns[list(self._source.configs).index(key)]
+        named = self._prompt_columns[list(self._source.configs).index(key)]
+        column = named or _first(row, _PROMPTS) or "prompt"
         prompt = _decoded(lookup(row, column), column)
+        if isinstance(prompt, str) and not named:  # with the input of an instruction
+            prompt = "\n\n".join(
+                filter(str.strip, (prompt, *Columns(column, None, _inputs_of(row, column))._inputs(row)))
+            )
         before = [] if prompt is None else _normalized(prompt, column)
         answers = {side: _answer(row.get(side), side) for side in _SIDES}
         if any(messages[0]["role"] != "assistant" for messages in answers.values()):  # they begin with the prompt
             heads = {side: _head(messages) for side, messages in answers.items()}
             if heads["chosen"] != heads["rejected"]:
                 raise RowError("chosen and rejected have different prompts")
-            if before and heads["chosen"] != before:
+            if before and heads["chosen"] != before and (named or column.lower() == _PROMPTS[0]):
                 raise RowError(f"chosen and rejected begin with another prompt than the column {column!r}")
             before = heads["chosen"]
             answers = {side: messages[len(before) :] for side, messages in answers.items()}
         if not before:
-            raise RowError(f"has no prompt: neither a column {column!r} nor messages before the answers")
+            raise RowError(
+                f"has no prompt: neither a column {column!r} nor messages before the answers; set prompt_column"
+            )
         if answers["chosen"] == answers["rejected"]:
             raise RowError("chosen and rejected are equal")
-        scores = [row.get(f"score_{side}") for side in _SIDES]
-        if all(isinstance(score, int | float) for score in scores) and scores[0] < scores[1]:
-            raise RowError(f"score_chosen {scores[0]} is below score_rejected {scores[1]}: the sides may be exchanged")
+        for name in _SCORES:
+            chosen, rejected = (row.get(name.format(side)) for side in _SIDES)
+            if isinstance(chosen, int | float) and isinstance(rejected, int | float) and chosen < rejected:
+                low, high = (
+                    f"{name.format(side)} {score}" for side, score in zip(_SIDES, (chosen, rejected), strict=True)
+                )
+                raise RowError(f"{low} is below {high}: the sides may be exchanged")
         return self._begun(key, row, before, is_text=isinstance(prompt, str)), answers
 
     def _begun(self, key: str, row: Mapping[str, Any], messages: Messages, *, is_text: bool = False) -> Messages:
@@ -162,6 +184,8 @@ class TrainingRows:
         """Samples that train the assistant's messages from index ``first`` on."""
         if not any(message["role"] == "assistant" for message in messages[first:]):
             raise RowError("has no message of the assistant")
+        if not first and messages[0]["role"] == "assistant":
+            raise RowError("begins with a message of the assistant; put a message before it")
         for index, message in enumerate(messages):
             if message["role"] == "assistant" and not (message["content"].strip() or message.get("tool_calls")):
                 raise RowError(f"message {index} of the assistant is empty")
@@ -274,9 +298,10 @@ def _normalized(value: Any, column: str) -> Messages:
 
 def _answer(value: Any, column: str) -> Messages:
     """The messages of an answer: text is one message of the assistant. Raises RowError."""
-    is_number = isinstance(value, int | float) and value == value  # NaN is a missing value of a table
+    # NaN is a missing value of a table, and True a label.
+    is_number = isinstance(value, int | float) and value == value and not isinstance(value, bool)
     value = str(value) if is_number else None if isinstance(value, float) else _decoded(value, column)
-    if not value or (isinstance(value, str) and not value.strip()):
+    if value in (None, []) or (isinstance(value, str) and not value.strip()):
         raise RowError(f"{column} is empty")
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}]

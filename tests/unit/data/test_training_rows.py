@@ -176,6 +176,7 @@ OPEN_THINK = PLAIN_CHATML.replace(
     [
         (PLAIN_CHATML, {"messages": CHAT[:2]}, "has no message of the assistant"),
         (PLAIN_CHATML, {"messages": [*CHAT[:4], {"role": "assistant", "content": " "}]}, "message 4 of the assistant"),
+        (PLAIN_CHATML, {"messages": CHAT[2:]}, "begins with a message of the assistant"),
         (PLAIN_CHATML, {"messages": [*CHAT, {"content": 3}]}, "a message without role or text"),
         (
             PLAIN_CHATML,
@@ -222,6 +223,8 @@ def said(text: str) -> list[dict[str, str]]:
         {"prompt": QUESTION, "chosen": said("2"), "rejected": said("3")},
         {"chosen": [*QUESTION, *said("2")], "rejected": [*QUESTION, *said("3")]},
         {"prompt": "1+1?", "chosen": [*QUESTION, *said("2")], "rejected": [*QUESTION, *said("3")]},
+        {"question": "1+1", "chosen": [*QUESTION, *said("2")], "rejected": [*QUESTION, *said("3")]},
+        {"question": "1+1?", "chosen": "2", "rejected": "3", "chosen_score": 2, "rejected_score": 1},
     ],
 )
 def test_pairs_of_texts_and_messages_are_two_samples(tmp_path, row):
@@ -230,6 +233,13 @@ def test_pairs_of_texts_and_messages_are_two_samples(tmp_path, row):
     assert [sample.name for sample in pair] == ["rows/0/chosen", "rows/0/rejected"]
     assert [trained(rows, sample) for sample in pair] == [["2<|im_end|>"], ["3<|im_end|>"]]
     assert rows.all_samples() == pair
+
+
+def test_the_input_of_an_instruction_belongs_to_a_pair(tmp_path):
+    row = {"instruction": "Add.", "input": "1+1", "chosen": "2", "rejected": "3"}
+    rows = rows_of(tmp_path, PLAIN_CHATML, row, loss="dpo")
+    text = rows._source.tokenizer.decode(rows.samples("rows", 0)[0].segments[0].token_ids.array.tolist())
+    assert text == "<|im_start|>user\nAdd.\n\n1+1<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_only_the_answers_of_a_pair_are_trained(tmp_path):
@@ -258,6 +268,11 @@ def test_only_the_answers_of_a_pair_are_trained(tmp_path):
             {"prompt": "1+1?", "chosen": "3", "rejected": "2", "score_chosen": 4.5, "score_rejected": 8},
             "score_chosen 4.5 is below score_rejected 8",
         ),
+        (
+            {"prompt": "1+1?", "chosen": "3", "rejected": "2", "chosen-rating": 1.0, "rejected-rating": 3.0},
+            "chosen-rating 1.0 is below rejected-rating 3.0",
+        ),
+        ({"prompt": "1+1?", "chosen": "3", "rejected": False}, "rejected is neither text nor a list of messages"),
     ],
 )
 def test_pairs_that_compare_nothing_are_refused(tmp_path, row, message):
