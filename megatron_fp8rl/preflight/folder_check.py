@@ -68,7 +68,7 @@ def check_folder(
 
 
 def _engine_problems(config: Mapping[str, Any], folder: Path | None, model: ModelConfig) -> list[str]:
-    """What vLLM, which reads the folder's config.json itself, would understand as another model."""
+    """What vLLM, which reads the folder's config.json itself, or transformers would understand as another model."""
     import torch
 
     problems = []
@@ -82,6 +82,11 @@ def _engine_problems(config: Mapping[str, Any], folder: Path | None, model: Mode
         name = config.get(key)
         if name is not None and not isinstance(getattr(torch, str(name).removeprefix("torch."), None), torch.dtype):
             problems.append(f"config.json: {key} = {name!r} is no type of torch; write bfloat16, float16 or float32")
+    if folder is not None and (folder / "adapter_config.json").is_file():
+        problems.append(
+            "adapter_config.json: an adapter beside the weights, which transformers adds to them; merge it first "
+            "(peft: merge_and_unload), or remove this file"
+        )
     if folder is not None and (folder / "hf_quant_config.json").is_file():
         problems.append(
             "hf_quant_config.json: says that ModelOpt quantized the weights; name the model before quantization, or "

@@ -166,6 +166,13 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
         check_folder(model_in(folder), folder)
 
 
+def test_an_adapter_beside_the_weights_is_refused(tmp_path):
+    folder = write(tmp_path / "model")
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="adapter_config.json: an adapter beside the weights.*merge it first"):
+        check_folder(model_in(folder), folder)
+
+
 def test_a_head_of_another_type_is_compared_by_value(tmp_path):
     folder = write(tmp_path / "model", change_tensors=lambda t: t.update({"lm_head.weight": t[EMBEDDING].float()}))
     assert check_folder(model_in(folder), folder) == ""
