@@ -98,13 +98,13 @@ def _disagreements(config: Mapping[str, Any]) -> list[str]:
             rope.pop("type", None)
         if both[0] != both[1]:
             problems.append(f"rope_scaling = {old!r} disagrees with rope_parameters = {new!r}; remove one of them")
+    for key in ("original_max_position_embeddings", "rope_theta", "partial_rotary_factor"):
+        whole = config.get(key)
+        for name, rope in (("rope_parameters", new), ("rope_scaling", old)):
+            inner = rope.get(key) if isinstance(rope, dict) else None
+            if None not in (whole, inner) and whole != inner:
+                problems.append(f"{key} = {whole!r} disagrees with {inner!r} in {name}; remove one")
     whole = config.get("original_max_position_embeddings")
-    for name, rope in (("rope_parameters", new), ("rope_scaling", old)):
-        inner = rope.get("original_max_position_embeddings") if isinstance(rope, dict) else None
-        if None not in (whole, inner) and whole != inner:
-            problems.append(
-                f"original_max_position_embeddings = {whole!r} disagrees with {inner!r} in {name}; remove one"
-            )
     if whole is not None and not new and not old:
         problems.append(f"original_max_position_embeddings = {whole!r} is set without rope_parameters; set both")
     return problems

@@ -168,6 +168,7 @@ def test_a_key_that_changes_the_model_is_honoured_or_refused(name):
     ("change", "message"),
     [
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling = .* disagrees with rope_parameters"),
+        ({"rope_theta": 1e6}, "rope_theta = 1000000.0 disagrees with 10000.0 in rope_parameters; remove one"),
         ({"is_causal": False}, "is_causal = False is not supported"),
         ({"original_max_position_embeddings": 16}, "original_max_position_embeddings = 16"),
         ({"anything": False}, "anything = False is not known"),
