@@ -19,7 +19,7 @@ from torch import Tensor
 
 from checkpoint_tools.digests import TensorDigests
 from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.float64_logits import fits, float64_logits, random_tokens
+from checkpoint_tools.float64_logits import fits, float64_logits
 from checkpoint_tools.hf_files import HfWriter
 from checkpoint_tools.hf_folder import HfFolder, side_files
 from checkpoint_tools.output import fingerprint, output_folder
@@ -171,7 +171,7 @@ def compare_logits(recipe: Recipe, mode: Literal["auto", "yes", "no"]) -> Compar
     else:
         return None
     few = {"num_hidden_layers": num_layers}
-    tokens = random_tokens(model.vocab_size, NUM_TOKENS)
+    tokens = torch.randint(0, model.vocab_size, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
     old = registry.hf_tensors(replace(source.model, num_layers=num_layers))
 
     def new(exact: bool) -> Tensor:

@@ -37,10 +37,6 @@ def _wider(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
-def random_tokens(vocab_size: int, num_tokens: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(seed))
-
-
 def fits(num_weights: int) -> bool:
     """Whether a model of ``num_weights`` takes a small share of free memory."""
     return num_weights * _BYTES_PER_WEIGHT < _MEMORY_SHARE * psutil.virtual_memory().available

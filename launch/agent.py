@@ -180,13 +180,13 @@ class Agent:
             del self._signals[0]
         self._watch_agents()
 
-    def _watch_agents(self, silent_s: float = SILENT_S) -> None:
-        """At each heartbeat: send it, and record agents of other nodes that have sent none for ``silent_s``."""
+    def _watch_agents(self) -> None:
+        """At each heartbeat: send it, and record agents of other nodes that have sent none for ``SILENT_S``."""
         if time.monotonic() < self._next_heartbeat:
             return
         self._next_heartbeat = time.monotonic() + _HEARTBEAT_S
         self.board.heartbeat()
-        for node, (when, silence_s) in self.board.silent_nodes(silent_s).items():
+        for node, (when, silence_s) in self.board.silent_nodes(SILENT_S).items():
             if node not in self._lost:
                 text = f"sent no heartbeat for {silence_s:.0f} s: it was killed, or its node is lost"
                 self._lost[node] = f"the agent of node {node} {text}"

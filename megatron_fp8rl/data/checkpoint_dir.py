@@ -65,7 +65,7 @@ def _digest(path: Path) -> str:
     return f"{value:08x}"
 
 
-def damaged_files(path: Path, share: int = 0, num_shares: int = 1) -> list[str]:
+def damaged_files(path: Path, share: int, num_shares: int) -> list[str]:
     """Files in this share of a complete checkpoint whose bytes differ from those that were written. Skips files without
     a digest (older and converted checkpoints). Raises OSError with the path of an unreadable file."""
     known = json.loads((path / STATE_FILE).read_text()).get("digests", {})

@@ -65,7 +65,7 @@ def read_metadata(folder: Path) -> Metadata:
             raise UnsafeError(f"{path} could run code: {error}. {_REMEDY}") from error
 
 
-def require_only_data(folder: Path, rank: int = 0, num_ranks: int = 1) -> None:
+def require_only_data(folder: Path, rank: int, num_ranks: int) -> None:
     """Raise UnsafeError unless ``.metadata`` and this rank's share of the objects contain only data."""
     metadata = read_metadata(folder)
     objects = [key for key, kind in metadata.state_dict_metadata.items() if isinstance(kind, BytesStorageMetadata)]

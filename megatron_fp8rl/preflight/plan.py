@@ -235,11 +235,11 @@ def _failures(best: Layout, options: PlanOptions, network: Network) -> list[str]
     return lines
 
 
-def _spares(mean: float, share: float = 0.01) -> int:
-    """The smallest number of spare nodes that more nodes in repair exceed for less than ``share`` of the time."""
+def _spares(mean: float) -> int:
+    """The smallest number of spare nodes that more nodes in repair exceed for less than 1 % of the time."""
     spares, term = 0, math.exp(-mean)
     total = term
-    while 1 - total >= share:
+    while 1 - total >= 0.01:
         spares += 1
         term *= mean / spares
         total += term

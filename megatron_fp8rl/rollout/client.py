@@ -274,8 +274,8 @@ class EngineClient:
         answer = await self._call("/get_world_size", verb="GET", deadline_s=self._update_deadline_s)
         return answer["world_size"]
 
-    async def health(self, deadline_s: float = 10.0) -> None:
-        await self._call("/health", verb="GET", deadline_s=deadline_s)
+    async def health(self) -> None:
+        await self._call("/health", verb="GET", deadline_s=10.0)
 
     async def outlast(self) -> None:
         """Return if the engine answers; after a pause, once it has sampled for a second. Raises EngineError."""

@@ -146,19 +146,11 @@ class Parallel:
 
     def gather_over_data(self, value: _T) -> list[_T]:
         """Collective over the data-parallel ranks: gather picklable values in the order of ``dp_rank``."""
-        if self.dp_size == 1:
-            return [value]
-        gathered: list[Any] = [None] * self.dp_size
-        dist.all_gather_object(gathered, value, group=self.data_control_group)
-        return gathered
+        return _gather(value, self.dp_size, self.data_control_group)
 
     def gather_from_all(self, value: _T) -> list[_T]:
         """Collective over all trainer ranks: gather picklable values in the order of ranks."""
-        if self.world_size == 1:
-            return [value]
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value, group=self.control_group)
-        return gathered
+        return _gather(value, self.world_size, self.control_group)
 
     # The reducer interface that ``algo.mismatch`` and the observer expect.
     sum, max, gather = sum_over_data, max_over_data, gather_over_data
@@ -173,6 +165,15 @@ class Parallel:
         parallel_state.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _gather[Value](value: Value, num: int, group: ProcessGroup) -> list[Value]:
+    """Collective over a group of ``num`` ranks."""
+    if num == 1:
+        return [value]
+    gathered: list[Any] = [None] * num
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
 def _wait(in_flight: list[tuple[dist.Work, Tensor]]) -> None:
