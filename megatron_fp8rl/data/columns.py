@@ -52,18 +52,18 @@ class Columns:
     def problem(self, row: Mapping[str, Any]) -> Problem:
         """Convert a row. Raises RowError for an empty prompt, or one that is neither text nor messages."""
         require_text(row)
-        value = _decoded(lookup(row, self.prompt), self.prompt)
+        value = parsed(lookup(row, self.prompt), self.prompt)
         answer = None if self.answer is None else lookup(row, self.answer)
         messages: tuple[dict[str, str], ...] = ()
         if isinstance(value, str):
-            question = "\n\n".join(filter(str.strip, (value, *self._inputs(row))))
+            question = self.question(row, value)
         else:
             messages, replied = _messages(value, self.prompt)
             question = messages[-1]["content"]
             answer = replied if answer is None else answer
         if not question.strip():
             raise RowError(f"{self.prompt} is empty")
-        if before := self._before(row, messages):
+        if before := self.before(row, messages):
             messages = (*before, *(messages or ({"role": "user", "content": question},)))
         text = _letter(answer, row.get(self.counts), self.counts)
         last = after_hashes(text)
@@ -78,12 +78,12 @@ class Columns:
 
     def unread(self, row: Mapping[str, Any]) -> set[str]:
         """The fields of messages in the prompt of a usable row that :meth:`problem` leaves out."""
-        value = _decoded(lookup(row, self.prompt))
+        value = parsed(lookup(row, self.prompt))
         messages = () if isinstance(value, str) else value
         fields = {name for message in messages for name, part in message.items() if part is not None}
         return fields - {"role", "content", "from", "value"}
 
-    def _before(self, row: Mapping[str, Any], messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    def before(self, row: Mapping[str, Any], messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
         """The messages of other columns that come before the prompt."""
         system, history = row.get(self.system) or "", row.get(self.history) or ()
         if not isinstance(system, str):
@@ -104,12 +104,13 @@ class Columns:
                 before.append(as_message(turn, self.history))
         return before
 
-    def _inputs(self, row: Mapping[str, Any]) -> list[str]:
+    def question(self, row: Mapping[str, Any], text: str) -> str:
+        """``text`` with the columns that continue it. Raises RowError if one of them has no text."""
         values = {name: row[name] for name in self.inputs if row.get(name) is not None}
         for name, value in values.items():
             if not isinstance(value, str):
                 raise RowError(f"{name} belongs to the prompt and is no text: {str(value)[:60]!r}")
-        return list(values.values())
+        return "\n\n".join(filter(str.strip, (text, *values.values())))
 
 
 def find_columns(
@@ -132,14 +133,14 @@ def find_columns(
     for field, name in (("prompt_column", prompt), ("answer_column", answer)):
         if name and lookup(row, name) is None and name.partition(".")[0] not in names:
             raise ColumnError(f"{field} = {name!r} is no column{near_matches(name, names)} (columns: {listed})")
-    prompt_column = prompt or _first(row, (*_TALKS, *_PROMPTS) if is_learned else _PROMPTS)
+    prompt_column = prompt or first_named(row, (*_TALKS, *_PROMPTS) if is_learned else _PROMPTS)
     if prompt_column is None:
         raise ColumnError(f"no known prompt column; set prompt_column (columns: {listed})")
-    inputs = () if prompt else _inputs_of(row, prompt_column)
+    inputs = () if prompt else inputs_of(row, prompt_column)
     if _fields(template) & {prompt_column, *inputs}:  # the template puts them together
-        prompt_column, inputs = _first(row, ("input",)) or prompt_column, ()
-    answer_column = answer or _first(row, (*_LEARNED, *_ANSWERS) if is_learned else _ANSWERS, but=prompt_column)
-    options = _first(row, ("choices",)) or ""
+        prompt_column, inputs = first_named(row, ("input",)) or prompt_column, ()
+    answer_column = answer or first_named(row, (*_LEARNED, *_ANSWERS) if is_learned else _ANSWERS, but=prompt_column)
+    options = first_named(row, ("choices",)) or ""
     is_counted = is_choice and answer_column is not None and _index(lookup(row, answer_column)) is not None
     counts = options if is_counted and isinstance(row.get(options), list) else ""
     system, history = _messages_before(row, _fields(template))
@@ -150,13 +151,14 @@ def _messages_before(row: Mapping[str, Any], used: Collection[str]) -> tuple[str
     """The columns with a system prompt and with earlier messages, unless the template uses them; "" if there is none.
     ``system`` counts beside an instruction, messages, a history or pairs, as in files for LLaMA-Factory."""
     beside = ("instruction", "messages", "conversations", "history", "chosen")
-    names = (*_SYSTEM, "system") if _first(row, beside) else _SYSTEM
-    system, history = _first(row, names) or _SYSTEM[0], _first(row, ("history",)) or "history"  # later rows may have it
+    names = (*_SYSTEM, "system") if first_named(row, beside) else _SYSTEM
+    system = first_named(row, names) or _SYSTEM[0]
+    history = first_named(row, ("history",)) or "history"  # later rows may have it
     system = system if isinstance(row.get(system), str | None) and system not in used else ""
     return system, history if isinstance(row.get(history), list | tuple | None) and history not in used else ""
 
 
-def _inputs_of(row: Mapping[str, Any], prompt_column: str) -> tuple[str, ...]:
+def inputs_of(row: Mapping[str, Any], prompt_column: str) -> tuple[str, ...]:
     """Columns that continue an instruction: ``input`` (Alpaca), or ``context`` beside ``response`` (Dolly)."""
     by_lower = {name.lower(): name for name in row}
     if prompt_column.lower() != "instruction":
@@ -186,7 +188,7 @@ def lookup(row: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def _first(row: Mapping[str, Any], candidates: Sequence[str], but: str = "") -> str | None:
+def first_named(row: Mapping[str, Any], candidates: Sequence[str], but: str = "") -> str | None:
     by_lower = {name.lower(): name for name in row}
     for candidate in candidates:
         head, dot, tail = candidate.partition(".")
@@ -234,13 +236,13 @@ def _part(part: Any, column: str) -> str:
     return text
 
 
-def _decoded(value: Any, column: str = "") -> Any:
+def parsed(value: Any, column: str = "") -> Any:
     """The messages of one message, of JSON text, or of a Python literal; other values unchanged. Raises RowError if
     text begins like messages and cannot be read, if ``column`` is set."""
     if isinstance(value, str) and _LOOKS_LIKE_MESSAGES.match(value):
         for read in (json.loads, ast.literal_eval):
             with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-                decoded = _decoded(read(value.strip()))
+                decoded = parsed(read(value.strip()))
                 is_messages = isinstance(decoded, list) and decoded and all(map(_is_message, decoded))
                 return decoded if is_messages else value
         names = (("role", "content"), ("from", "value"))
@@ -281,7 +283,7 @@ def _letter(answer: Any, options: Any, column: str) -> str:
 
 
 def _as_text(answer: Any) -> str:
-    answer = _decoded(answer)
+    answer = parsed(answer)
     if answer is None or (isinstance(answer, float) and math.isnan(answer)):  # missing in a JSON or Parquet table
         return ""
     if isinstance(answer, Sequence) and answer and all(map(_is_message, answer)):

@@ -21,11 +21,11 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.columns import (
     ColumnError,
     Columns,
-    _decoded,
-    _first,
-    _inputs_of,
     as_message,
+    first_named,
+    inputs_of,
     lookup,
+    parsed,
     require_text,
 )
 from megatron_fp8rl.data.conversation import ChatFormat
@@ -127,7 +127,7 @@ class TrainingRows:
 
     def _conversation(self, key: str, row: Mapping[str, Any]) -> Messages:
         columns = self._source.rows[key].columns
-        value = _decoded(lookup(row, columns.prompt), columns.prompt)
+        value = parsed(lookup(row, columns.prompt), columns.prompt)
         if isinstance(value, Sequence) and not isinstance(value, str):
             messages = _normalized(value, columns.prompt)
             if messages[-1]["role"] == "assistant" or columns.answer is None:
@@ -142,12 +142,10 @@ class TrainingRows:
     def _pair(self, key: str, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Messages]]:
         """(messages of the prompt, answer by side)."""
         named = self._prompt_columns[list(self._source.configs).index(key)]
-        column = named or _first(row, _PROMPTS) or "prompt"
-        prompt = _decoded(lookup(row, column), column)
+        column = named or first_named(row, _PROMPTS) or "prompt"
+        prompt = parsed(lookup(row, column), column)
         if isinstance(prompt, str) and not named:  # with the input of an instruction
-            prompt = "\n\n".join(
-                filter(str.strip, (prompt, *Columns(column, None, _inputs_of(row, column))._inputs(row)))
-            )
+            prompt = Columns(column, None, inputs_of(row, column)).question(row, prompt)
         before = [] if prompt is None else _normalized(prompt, column)
         answers = {side: _answer(row.get(side), side) for side in _SIDES}
         if any(messages[0]["role"] != "assistant" for messages in answers.values()):  # they begin with the prompt
@@ -175,7 +173,7 @@ class TrainingRows:
 
     def _begun(self, key: str, row: Mapping[str, Any], messages: Messages, *, is_text: bool = False) -> Messages:
         """Messages after those of other columns and the system prompt of the source. ``is_text``: a text in the row."""
-        messages = [*self._source.rows[key].columns._before(row, () if is_text else messages), *messages]
+        messages = [*self._source.rows[key].columns.before(row, () if is_text else messages), *messages]
         system = self._source.configs[key].system_prompt
         is_missing = system and messages[0]["role"] != "system"
         return [{"role": "system", "content": system}, *messages] if is_missing else messages
@@ -300,7 +298,7 @@ def _answer(value: Any, column: str) -> Messages:
     """The messages of an answer: text is one message of the assistant. Raises RowError."""
     # NaN is a missing value of a table, and True a label.
     is_number = isinstance(value, int | float) and value == value and not isinstance(value, bool)
-    value = str(value) if is_number else None if isinstance(value, float) else _decoded(value, column)
+    value = str(value) if is_number else None if isinstance(value, float) else parsed(value, column)
     if value in (None, []) or (isinstance(value, str) and not value.strip()):
         raise RowError(f"{column} is empty")
     if isinstance(value, str):

@@ -186,9 +186,6 @@ READ = {
     ),
     "Mistral's file beside": lambda folder: shutil.copy(folder / SINGLE, folder / "consolidated.safetensors"),
     "a pickle beside": write("pytorch_model.bin", "x"),
-    "a merged adapter beside": both(
-        write("adapter_config.json", {}), lambda f: shutil.copy(f / SINGLE, f / "adapter_model.safetensors")
-    ),
     "padded vocabulary": both(
         config(vocab_size=192), tensors(lambda loaded: loaded.update({EMBEDDING: torch.randn(192, 128)}))
     ),
@@ -367,6 +364,10 @@ REFUSED = {
     "a template that refuses everything": (
         write("chat_template.jinja", "{{ raise_exception('tools only') }}"),
         "12 of 12 prompts cannot be used, .*tools only",
+    ),
+    "an adapter beside": (
+        both(write("adapter_config.json", {}), lambda f: shutil.copy(f / SINGLE, f / "adapter_model.safetensors")),
+        "an adapter beside the weights, which transformers adds to them",
     ),
     "the template of a processor": (write("chat_template.json", {"chat_template": TEMPLATE}), "is the template of a p"),
 }
